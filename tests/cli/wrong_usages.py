@@ -158,6 +158,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --logprobs-mode no-such => logprobs.mode
 --max-logprobs -5 => max.logprobs
 --watermark-config '{}' => watermark
+--enable-trace-replay => --enable-trace-replay.*Triton
 --return-sampling-mask --logprobs-mode processed_logprobs => --return-sampling-mask.*Triton
 --cpu-offload-gb -1 => cpu.offload.gb
 --attention-backend NO_SUCH => NO_SUCH

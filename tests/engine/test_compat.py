@@ -45,13 +45,14 @@ def vllm_config(**changes):
             "return_sampling_mask": False,
             "enable_prompt_embeds": False,
             "is_diffusion": False,
+            "enable_trace_replay": False,
             "has_inner_state": False,
         },
         "aux_output_config": {"enabled": False},
         "scheduler_config": {"async_scheduling": False},
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
-    flat = dict.fromkeys((*names, "additional_config"))
+    flat = dict.fromkeys((*names, "additional_config", "is_mm_encoder_only"))
     for name, value in changes.items():
         part, _, field = name.partition("__")
         if field:
@@ -104,6 +105,7 @@ def vllm_config(**changes):
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config.*: leave it out, the first"),
         ({"load_config__load_format": "ipc_cache"}, "--load-format ipc_cache"),
+        ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
         (
             {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
@@ -166,6 +168,7 @@ def test_samplers_draw_for_every_kind_of_model(special):
         ({"watermark_config": object()}, "--watermark-config"),
         ({"model_config__return_sampling_mask": True}, "--return-sampling-mask"),
         ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"model_config__enable_trace_replay": True}, "--enable-trace-replay"),
     ],
 )
 def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
@@ -185,6 +188,7 @@ def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
         ({"model_config__enable_prompt_embeds": True}, {}, "--enable-prompt-embeds"),
         ({"watermark_config": object()}, {}, "watermark"),
         ({"model_config__is_diffusion": True}, {}, "diffusion"),
+        ({"model_config__enable_trace_replay": True}, {}, "--enable-trace-replay"),
         ({"aux_output_config__enabled": True}, {}, "routed experts"),
         ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
     ],

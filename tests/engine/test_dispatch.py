@@ -3,6 +3,10 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+from vllm.distributed.aux_output_connector.connector import (
+    AuxOutputConnectorMetadata,
+    PackedBlockHashes,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.engine.dispatch import Dispatcher
@@ -10,9 +14,8 @@ from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
 
 
-def test_everything_of_empty_outputs_is_carried():
-    published = []
-    dispatcher = Dispatcher(
+def make(published):
+    return Dispatcher(
         SimpleNamespace(order=nullcontext(), publish=lambda *_, **__: None),
         Iterations(2, 99),
         Tracker(published),
@@ -20,6 +23,11 @@ def test_everything_of_empty_outputs_is_carried():
         SimpleNamespace(record=lambda *_, **__: None, live=SimpleNamespace(set=lambda *_: None)),
         empty=False,
     )
+
+
+def test_everything_of_empty_outputs_is_carried():
+    published = []
+    dispatcher = make(published)
     first, second, third, fourth = (SchedulerOutput.make_empty() for _ in range(4))
     first.finished_req_ids, first.preempted_req_ids = {"a"}, {"b"}
     first.new_block_ids_to_zero = [1, 2]
@@ -43,6 +51,39 @@ def test_everything_of_empty_outputs_is_carried():
     assert third.encoder_input_updates == {"c": {0: "item"}}
     assert fourth.finished_req_ids == set(), "once"
     assert fourth.new_block_ids_to_zero is None
+
+
+def test_what_auxiliary_outputs_say_once_is_joined():
+    """Routed experts: stock tells workers of a request's end in an output without tokens."""
+    published = []
+    dispatcher = make(published)
+
+    def output(generation, hashes=(), over=(), tokens=0):
+        made = SchedulerOutput.make_empty()
+        hashes = {name: PackedBlockHashes(data, 2) for name, data in hashes}
+        asked = {"d": 0} if tokens else {}
+        made.aux_output_connector_metadata = AuxOutputConnectorMetadata(
+            generation, asked, hashes, tuple(over)
+        )
+        made.num_scheduled_tokens = {"d": tokens} if tokens else {}
+        made.total_num_scheduled_tokens = tokens
+        return made
+
+    for one in (
+        output(0, [("z", b"zz")], ["z"]),
+        output(1, [("a", b"aa")]),
+        output(1),
+        output(1, [("a", b"bb")], ["a"]),
+    ):
+        assert not dispatcher.publish(one)
+    assert len(dispatcher._empty) == 3, "one of them says nothing"
+    assert dispatcher.publish(output(1, [("d", b"dd")], tokens=1))
+    told = published[0].aux_output_connector_metadata
+    assert (told.generation, told.requests, told.finished_requests) == (1, {"d": 0}, ("a",))
+    assert {name: list(packed) for name, packed in told.block_hashes.items()} == {
+        "a": [b"aa", b"bb"],
+        "d": [b"dd"],
+    }
 
 
 class Tracker:

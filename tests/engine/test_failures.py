@@ -66,6 +66,7 @@ def test_logits_without_a_distribution_fail_their_own_request_only(models, engin
     stops = {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}
     grammar = {"allowed_token_ids": [7], "structured_outputs": {"choice": ["yes", "no"]}}
     bad = [params[0], params[0] | stops, params[0] | grammar]
+    bad = [one | {"prompt_logprobs": 1} for one in bad]  # there are, and the scheduler takes none
     batch = {
         "prompts": [*good[:3], [7, 999, *range(3, 200)], [7, 8], [8, 7], *good[3:]],
         "params": [*params[:3], *bad, *params[3:]],

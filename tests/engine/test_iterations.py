@@ -198,7 +198,9 @@ def test_a_stage_that_does_not_answer_while_work_is_late_is_a_stall(monkeypatch)
     iteration = begin(watched.iterations)
     iteration.began = now
     assert turn()[1:] == (0, [False])
-    now += 11.0
+    now += 4.5
+    assert turn()[1:] == (0, [False])
+    now += 4.5
     assert turn() == (2.0, 1, [False])
     assert turn(*WORKERS) == (2.0, 2, [False])
     assert turn(WORKERS[0]) == (2.0, 3, [True])
@@ -265,10 +267,11 @@ def test_the_stall_clock_stands_still_while_a_sampler_is_replaced(monkeypatch):
 
     def fails_after(seconds):
         nonlocal now
-        now += seconds
-        watched.watch.turn()
-        for worker in WORKERS:
-            watched.watch.heard(worker, Status("waits"))
+        for step in [5.0] * int(seconds // 5) + [seconds % 5]:
+            now += step
+            watched.watch.turn()
+            for worker in WORKERS:
+                watched.watch.heard(worker, Status("waits"))
         watched.watch.turn()
         return bool(watched.errors)
 
@@ -285,3 +288,23 @@ def test_the_stall_clock_stands_still_while_a_sampler_is_replaced(monkeypatch):
     assert not fails_after(499.0)
     assert fails_after(2.5)
     assert "no progress for 100 s" in str(watched.errors[0])
+
+
+def test_a_pause_of_the_whole_engine_is_not_the_workers(monkeypatch):
+    """As ``docker pause`` makes one: after it an iteration has nearly its whole time."""
+    watched, now = Watched(), time.monotonic()
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now))
+    begin(watched.iterations)
+    watched.watch.turn()
+    now += 1000.0
+    assert watched.watch.turn() > 0
+    for _ in range(17):
+        now += 5.0
+        watched.watch.turn()
+        watched.watch.heard("stage0.0", Status("computes"))
+        watched.watch.heard("stage1.0", Status("computes"))
+    assert not watched.errors
+    for _ in range(3):
+        now += 5.0
+        watched.watch.turn()
+    assert watched.errors

@@ -27,6 +27,7 @@ class Sequences:
         self.prompt, self.outputs, self.computed = {}, {}, {}
         self.started, self.preempted, self.finished = set(), set(), set()
         self.logprobs = set()  # requests whose prompt is still to be scored
+        self.asking = set()  # requests that ask for log-probabilities of their prompt
         self.plain = set()  # requests that ask for no more than a temperature
         self.busy = {}  # request -> iteration that it is in
         self.count = 0
@@ -57,6 +58,8 @@ class Sequences:
                     [{}, {"prompt_logprobs": 1}, {"prompt_logprob_token_ids": [[1]]}]
                 )
                 if scored and name not in self.started:
+                    self.asking.add(name)
+                if name in self.asking and not self.outputs[name]:  # also anew
                     self.logprobs.add(name)
                 self.started.add(name)
                 new.append(
@@ -313,3 +316,28 @@ def test_the_engines_seed_and_the_clients_ids_or_the_order_of_arrival_decide_see
     assert seeds[0] == seeds[1] == seeds[2]
     assert len(set(seeds[0] + arrive(offline))) == 8
     assert seeds[0][1] == arrive(named)[0]
+
+
+def test_requests_that_a_proxy_gave_one_id_do_not_draw_alike(monkeypatch):
+    again = ["cmpl-mine-0", "cmpl-other-0", "cmpl-mine-0", "cmpl-mine-0"]
+    first = arrive(again)
+    assert len(set(first)) == 4
+    assert first == arrive(again)
+    assert first[:2] == arrive(again[:2])
+    monkeypatch.setattr("sipipe.engine.requests.MOST_IDS", 1)  # the oldest is forgotten
+    assert arrive(again)[2] == first[0]
+
+
+def test_scores_of_a_prompt_that_were_dropped_with_its_token_are_awaited_again():
+    """As vLLM drops them where its prefix cache is reset: no token is held, and it begins anew."""
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    for iteration in (0, 1):
+        output = SchedulerOutput.make_empty()
+        asked = new_request("a", [1, 2], prefill=[1, 2], params=SamplingParams(prompt_logprobs=1))
+        output.scheduled_new_reqs.append(asked)
+        output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 2
+        assert tracker.advance(iteration, output).prompt_logprobs == ("a",)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs.append(new_request("a", [1, 2], prefill=[1, 2, 3]))
+    output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 3
+    assert tracker.advance(2, output).prompt_logprobs == ()

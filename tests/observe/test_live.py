@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -136,3 +137,15 @@ def test_a_process_that_comes_again_goes_on_with_its_figures(page):
     assert words[: Word.TOKENS + 1] == [2, 14, 16]
     assert words[Word.PHASE_NS + Phase.SAMPLE] == 20
     assert words[Word.PHASE_NS + Phase.WAIT_LOGITS] == 200
+
+
+def test_a_server_that_a_program_starts_as_a_command_has_its_own_identity():
+    told = "from sipipe.observe.live import run_id; print(run_id(), run_id())"
+    ours = run_id()
+    found = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, check=True, timeout=60
+    )
+    first, again = found.stdout.split()
+    assert first == again != ours
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(run_id) == ours

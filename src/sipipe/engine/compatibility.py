@@ -19,7 +19,6 @@ STOCK_WORKERS = {
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 
-
 INSTEAD = {
     "--data-parallel-size of a mixture of experts": (
         "start a server for each replica, and a load balancer in front"
@@ -64,6 +63,7 @@ def check_features(vllm_config: VllmConfig) -> None:
         "--ec-transfer-config (encoder cache connectors)": (
             vllm_config.ec_transfer_config is not None
         ),
+        "--mm-encoder-only (an encoder without its model)": vllm_config.is_mm_encoder_only,
         "--enable-eplb (expert load balancing)": parallel.enable_eplb,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         "--numa-bind": parallel.numa_bind,
@@ -131,6 +131,7 @@ def check_kernels(vllm_config: VllmConfig) -> None:
         "--watermark-config (watermarks)": vllm_config.watermark_config is not None,
         "--return-sampling-mask": model.return_sampling_mask,
         "diffusion models": model.is_diffusion,
+        "--enable-trace-replay": model.enable_trace_replay,
     }
     for option, asked in refused.items():
         if asked:
@@ -155,6 +156,8 @@ def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "prompt embeddings (--enable-prompt-embeds) are taken by vLLM's own sampler alone"
     if vllm_config.aux_output_config.enabled:
         return "routed experts (--enable-return-routed-experts) come with vLLM's sampler's output"
+    if model.enable_trace_replay:
+        return "replayed traces (--enable-trace-replay) are told to vLLM's own sampler"
     if model.is_diffusion:
         return "diffusion models draw with a sampler of their own"
     return ""

@@ -9,7 +9,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -36,6 +36,21 @@ def _merge(updates: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
     return merged
 
 
+def _merge_aux(told: list[Any]) -> Any:
+    """Of what vLLM's auxiliary outputs say once: hashes of blocks, and which requests are over.
+    Another generation forgets what was before it."""
+    if not told:
+        return None
+    told = [one for one in told if one.generation == told[-1].generation]
+    hashes: dict[str, Any] = {}
+    for request_id, new in (item for one in told for item in one.block_hashes.items()):
+        before = hashes[request_id].data if request_id in hashes else b""
+        hashes[request_id] = replace(new, data=before + new.data)
+    over = tuple(chain.from_iterable(one.finished_requests for one in told))
+    return replace(told[-1], block_hashes=hashes, finished_requests=over)
+
+
+_AUX = "aux_output_connector_metadata"
 _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
     "finished_req_ids": lambda sets: set().union(*sets),
     "preempted_req_ids": lambda sets: set().union(*sets),
@@ -43,6 +58,7 @@ _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
     "new_block_ids_to_zero": lambda lists: list(chain(*lists)) or None,
     "kv_cache_block_copies": lambda lists: list(chain(*lists)) or None,
     "encoder_input_updates": _merge,  # of vLLM 0.33
+    _AUX: _merge_aux,
 }
 """What a scheduling output says of workers' state, and how several outputs say it in one."""
 
@@ -67,7 +83,7 @@ class Dispatcher:
         """Publish one iteration; False if it has no tokens. Such an output is not published: what
         it tells workers goes with the next one."""
         if output.total_num_scheduled_tokens == 0 and not self.empty:
-            if any(getattr(output, name, None) for name in _CARRIED):
+            if _says_something(output):
                 self._empty.append(output)
             self._last = None
             return False
@@ -110,6 +126,13 @@ class Dispatcher:
                 slot = iteration.slot or 0
                 self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=slot)
         return iteration.future
+
+
+def _says_something(output: SchedulerOutput) -> bool:
+    aux = getattr(output, _AUX, None)
+    return any(getattr(output, name, None) for name in _CARRIED if name != _AUX) or bool(
+        aux and (aux.block_hashes or aux.finished_requests)
+    )
 
 
 def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:

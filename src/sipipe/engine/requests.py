@@ -34,6 +34,8 @@ from sipipe.messages.step import Added, Grammar, Step, int32_bytes
 if TYPE_CHECKING:
     from sipipe.engine.balance import Balancer
 
+MOST_IDS = 1 << 14
+"""Of clients that are remembered: a megabyte."""
 ON_DEVICE = -1
 """In place of a sampler's number: the last stage's device draws, and no sampler hears of it."""
 
@@ -53,7 +55,10 @@ class TrackedRequest:
     outputs: list[int] = field(default_factory=list)
     sent: int = 0
     """How many of ``outputs`` the sampler has been sent."""
+    scores: bool = False
+    """Whether it asks for log-probabilities of its prompt ..."""
     prompt_logprobs: bool = False
+    """... and they are still to come."""
     iteration: int = -1
     """The last iteration that the request is in."""
     error: str = ""
@@ -102,6 +107,8 @@ class RequestTracker:
         self._names: dict[str, str] = {}
         """What the seeds of requests come from that have arrived and are not scheduled yet."""
         self._arrivals = 0
+        self._uses: dict[int, int] = {}
+        """How often clients gave each id, of the last :data:`MOST_IDS`."""
         self._drafts: dict[str, list[int]] = {}
         """Of the last scheduling output."""
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
@@ -171,11 +178,12 @@ class RequestTracker:
             else:  # preempted: it begins anew, with its tokens so far
                 assert new.prefill_token_ids is not None, "the second runner's scheduling output"
                 held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
+                if not held[-1][1]:  # what it had may be dropped: the stage scores it anew
+                    resumed.prompt_logprobs = resumed.scores
                 if resumed.sampler == ON_DEVICE and self.draws == "per_row":
                     _give_seed(new, resumed)
         cached = output.scheduled_cached_reqs
-        fill = len(cached.new_token_ids) != len(cached.req_ids)
-        if fill:
+        if fill := len(cached.new_token_ids) != len(cached.req_ids):
             cached.new_token_ids = []
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         for index, request_id in enumerate(cached.req_ids):
@@ -288,6 +296,7 @@ class RequestTracker:
             except ValueError as problem:
                 error = str(problem)
             cost = self._balancer.cost(params)
+        scores = self.draws != "off" and scores_prompt(sampling_params)
         request = TrackedRequest(
             handle=self._next_handle,
             sampler=ON_DEVICE if here else self._balancer.place(cost, beside),
@@ -296,17 +305,23 @@ class RequestTracker:
             prompt=prompt,
             prompt_length=len(prompt),
             error=error,
-            prompt_logprobs=self.draws != "off" and scores_prompt(sampling_params),
+            scores=scores,
+            prompt_logprobs=scores,
         )
         self._next_handle += 1
         self._requests[request_id] = request
         return request
 
     def _name(self, request_id: str) -> str:
-        name = client_id(request_id)
-        if name is None:
+        if (name := client_id(request_id)) is None:
             name, self._arrivals = f"arrival {self._arrivals}", self._arrivals + 1
-        return name
+            return name
+        # Proxies hand one id on with several requests, whose draws shall not be the same.
+        key = derive_seed(0, name)
+        uses = self._uses[key] = self._uses.pop(key, 0) + 1
+        if len(self._uses) > MOST_IDS:
+            del self._uses[next(iter(self._uses))]
+        return name if uses == 1 else f"{name} use {uses}"
 
 
 _RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?![0-9a-f])")
@@ -335,10 +350,8 @@ def scores_prompt(params: SamplingParams) -> bool:
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
-    """What of vLLM's ``SamplingParams`` concerns drawing a token.
-
-    ``seed`` is used where the request brings none. Raises ValueError: a parameter that the samplers
-    do not take."""
+    """What of vLLM's ``SamplingParams`` concerns drawing a token. ``seed`` is used where the request
+    brings none. Raises ValueError: a parameter that the samplers do not take."""
     if field := unsupported(params):
         raise ValueError(f"{field} is not supported by SiPipe's samplers")
     found = SequenceParams.of(params)

@@ -15,6 +15,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -90,12 +91,11 @@ class Resolver:
         output = build_output(iteration)
         if iteration.movers:
             output = self._join(output, iteration)
-        drawn = 0
+        drawn = sum(map(len, output.sampled_token_ids))
         # A pooling model has no tokens.
         for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
             for token in tokens:
                 self._tracker.record(iteration.number, request_id, token)
-                drawn += 1
         with self._joining:
             self._telemetry.record(
                 Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn
@@ -158,13 +158,18 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             iteration.drafts[work.sampled[row]] = int32_view(drafts).tolist()
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
+
+    def told(scores: Any) -> dict[str, Any]:
+        """By request; the scheduler takes none of one that fails."""
+        return {of: value for of, value in dict(scores).items() if of not in iteration.errors}
+
     return ModelRunnerOutput(
         req_ids=work.request_ids,
         req_id_to_index=index,
         sampled_token_ids=tokens,
         logprobs=SampledLogprobs(logprobs) if logprobs else None,
-        prompt_logprobs_dict=dict(report.prompt_logprobs) if report else {},
-        prompt_token_id_logprobs_dict=dict(report.prompt_scores) if report else {},
+        prompt_logprobs_dict=told(report.prompt_logprobs if report else ()),
+        prompt_token_id_logprobs_dict=told(report.prompt_scores if report else ()),
     )
 
 

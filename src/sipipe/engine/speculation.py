@@ -79,8 +79,7 @@ def fill_in(args: Any) -> None:
 def check_speculation(vllm_config: VllmConfig) -> None:
     """Refuse what the samplers cannot propose or verify. Raises UnsupportedError: one line that
     names the option."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
+    if (speculative := vllm_config.speculative_config) is None:
         return
     reasons = {
         f'method "{speculative.method}"': speculative.method not in SETTINGS,
@@ -104,13 +103,11 @@ def _refused(what: str) -> str:
 
 def proposing(vllm_config: VllmConfig) -> NGramSettings | SuffixSettings | None:
     """What samplers propose drafts by."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
+    if (speculative := vllm_config.speculative_config) is None:
         return None
     kind = SETTINGS[speculative.method]
-    made: NGramSettings | SuffixSettings = kind(
-        **{field.name: getattr(speculative, field.name) for field in fields(kind)}
-    )
+    told = {field.name: getattr(speculative, field.name) for field in fields(kind)}
+    made: NGramSettings | SuffixSettings = kind(**told)
     return made
 
 
@@ -131,23 +128,21 @@ class Speculation(NoSpeculation):
     def __init__(
         self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
     ) -> None:
-        self._live, rows = scheduler.telemetry.live, scheduler.rows
-        self._target = target
-        self._scheduler, self._controller, self._rows = scheduler, controller, rows
+        self._scheduler, self._controller, self._target = scheduler, controller, target
+        self._live, self._rows = scheduler.telemetry.live, scheduler.rows
         # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
-        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (
-            scheduler.max_num_running_reqs + 1
-        )
+        sizes = scheduler.max_num_running_reqs + 1
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
         tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
         self._encode = lru_cache(1024)(partial(_encoded, tokenizer))
-        self._each, self._right = 1.0, 1.0
+        self._each = self._right = 1.0
         """Tokens of a request in a pass, lately; and what part of drafts was accepted."""
 
     def fit(self) -> None:
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
         drafting = [request for request in running if request.spec_token_ids]
-        asked = len(running) + len(scheduler.waiting)
+        asked = sum(scheduler.get_request_counts())
         room = min(self._rows, scheduler.max_num_scheduled_tokens)
         room -= min(asked, scheduler.max_num_running_reqs) + scheduler.iterations.drafts()
         if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
@@ -208,8 +203,7 @@ class Speculation(NoSpeculation):
         asked = request.structured_output_request
         if asked is None or (manager.reasoner_cls is not None and not asked.reasoning_ended):
             return []
-        grammar = asked.grammar
-        if grammar.is_terminated():
+        if (grammar := asked.grammar).is_terminated():
             return []
         most = self._scheduler.num_spec_tokens
         if (matcher := getattr(grammar, "matcher", None)) is not None:  # xgrammar

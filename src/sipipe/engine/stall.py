@@ -23,7 +23,8 @@ LONGEST_SLEEP = 5.0
 
 
 class StallClock:
-    """Monotonic seconds, less those in which it stood still. Any thread."""
+    """Monotonic seconds, less those in which it stood still, and all but some of those in which
+    nobody looked: the whole engine stood, as in a container that is paused. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
@@ -52,7 +53,8 @@ class StallClock:
         """Count what has passed since the last look; returns the monotonic time."""
         before, self._looked = self._looked, time.monotonic()
         until = max(self._still.values(), default=before)
-        self._stood += max(0.0, min(until, self._looked) - before)
+        paused = self._looked - before - 2 * LONGEST_SLEEP
+        self._stood += max(0.0, min(until, self._looked) - before, paused)
         self._still = {name: end for name, end in self._still.items() if end > self._looked}
         return self._looked
 
@@ -91,8 +93,7 @@ class StallWatch:
         left = LONGEST_SLEEP if oldest is None else self._timeout - waited
         if oldest is None or left > 0:
             self._answers_until = None
-            late = waited > LATE_SECONDS
-            return max(0.05, min(left, self._probe(late, now)))
+            return max(0.05, min(left, self._probe(waited > LATE_SECONDS, now)))
         if self._answers_until is None:
             self._probed = None
             self._answers.clear()
@@ -108,12 +109,8 @@ class StallWatch:
         doing = "; ".join(
             f"{worker} {self._answers.get(worker, 'does not answer')}" for worker in self._workers
         )
-        self._fail(
-            StallError(
-                f"no progress for {self._timeout:g} s: {oldest}. {doing}. "
-                'Raise "stall_timeout" in the sipipe config if this may take so long'
-            )
-        )
+        more = 'Raise "stall_timeout" in the sipipe config if this may take so long'
+        self._fail(StallError(f"no progress for {self._timeout:g} s: {oldest}. {doing}. {more}"))
         return LONGEST_SLEEP
 
     def _probe(self, late: bool, now: float) -> float:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import multiprocessing
 import os
 import time
 import uuid
@@ -92,8 +93,16 @@ assert len(Phase) <= Word.PHASE_NS - Word.PHASE_LAST
 assert Word.PHASE_NS + len(Phase) <= _WORDS
 
 
+_known = False
+
+
 def run_id() -> str:
-    """This server's identity: made once, inherited by all processes started afterwards."""
+    """This server's identity: made once, shared by the processes that multiprocessing starts for it. A
+    server that another program starts as a command has its own, whatever it has inherited."""
+    global _known
+    if not _known and multiprocessing.parent_process() is None:
+        os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    _known = True
     return os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
 
 

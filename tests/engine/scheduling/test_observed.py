@@ -88,3 +88,11 @@ def test_each_time_without_requests_is_told_once_it_is_over():
     scheduler.schedule()
     first, second = telemetry.spans
     assert first[0] < first[1] <= second[0] == since < second[1]
+
+
+def test_an_engine_with_the_configuration_of_one_before_has_its_own_class():
+    own = {"iterations": 1, "telemetry": 2, "tracker": 3}
+    first = observed(Scheduler, **own)
+    again = observed(first, **own | {"tracker": 4})
+    assert again.__mro__[1:] == first.__mro__[1:]
+    assert (first.tracker, again.tracker) == (3, 4)

@@ -153,5 +153,7 @@ def observed(
 ) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
     own = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
+    if issubclass(scheduler, ObservedScheduler):  # of an engine before, with the same configuration
+        scheduler = scheduler.__bases__[1]
     bases = ObservedScheduler, scheduler
     return type(scheduler.__name__, bases, {**own, "__module__": scheduler.__module__})
