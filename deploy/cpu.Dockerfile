@@ -1,6 +1,6 @@
 # SiPipe with vLLM's CPU build. From the repository's root:
 #   docker build -f deploy/cpu.Dockerfile -t sipipe:cpu .
-#   docker run --rm -p 8000:8000 -v "$PWD/models:/models" sipipe:cpu MODEL --pp 2
+#   docker run --rm -p 8000:8000 -v models:/models sipipe:cpu MODEL --pp 2
 FROM python:3.12-slim-bookworm
 
 # torch.compile calls the C++ compiler when a model is loaded; vLLM binds memory with libnuma.
@@ -9,7 +9,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home --uid 1000 sipipe && install -d -o sipipe /opt/sipipe /models
+RUN useradd --create-home --uid 1000 sipipe && install -d -o sipipe /opt/sipipe /models /caches
 USER 1000
 WORKDIR /opt/sipipe
 

@@ -5,9 +5,10 @@
 
 As in vLLM's example of such a proxy, a request is asked of a prefill engine first, for one token:
 that engine's KV connector keeps the prompt's cache. Then it goes, with the ``kv_transfer_params`` of
-that answer, if any, to a decode engine, whose connector gets it. Engines are taken in turn, and one that cannot be reached is passed over.
-Where none can, the client gets 502 and their addresses; a stream that breaks off says so as its last
-event. What an engine refuses is answered in its own words. /health is 200 while one of each kind is
+that answer, if any, to a decode engine, whose connector gets it; such parameters are one prompt's.
+Engines are taken in turn, and one that cannot be reached is passed over. Where none can, the client
+gets 502 and their addresses; one that says nothing for --timeout seconds is a 504; a stream that
+breaks off says so as its last event. What an engine refuses is answered in its own words. /health is 200 while one of each kind is
 healthy. It authenticates nobody, and hands on the Authorization header.
 """
 
@@ -20,7 +21,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp import (
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    SocketTimeoutError,
+    TCPConnector,
+    web,
+)
 
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 UNREACHABLE = (ClientError, TimeoutError, OSError)
@@ -49,11 +58,17 @@ class Engines:
 
         Raises:
             HTTPBadGateway: none does.
+            HTTPGatewayTimeout: it has the request, and answers nothing for too long.
         """
         seen = []
         for address in self.in_turn():
             try:
                 answer = await session.request(method, address + path, **more)
+            except SocketTimeoutError:  # it may still compute: another one would do so again
+                message = f"{address} has not answered in time (--timeout)"
+                raise web.HTTPGatewayTimeout(
+                    text=failure(message, 504), content_type="application/json"
+                ) from None
             except UNREACHABLE as error:
                 seen.append(f"{address} ({str(error) or type(error).__name__})")
                 continue
@@ -66,9 +81,17 @@ class Engines:
         )
 
 
-def failure(message: str) -> str:
+def failure(message: str, code: int = 502) -> str:
     """As vLLM's server says one."""
-    return json.dumps({"error": {"message": message, "type": "BadGatewayError", "code": 502}})
+    kind = {400: "BadRequestError", 504: "GatewayTimeoutError"}.get(code, "BadGatewayError")
+    return json.dumps({"error": {"message": message, "type": kind, "code": code}})
+
+
+def several(body: dict) -> bool:
+    """Whether more than one answer is asked for."""
+    prompts = body.get("prompt")
+    many = isinstance(prompts, list) and len(prompts) > 1 and isinstance(prompts[0], (str, list))
+    return many or (body.get("n") or 1) != 1
 
 
 def of_prompt(body: dict) -> dict:
@@ -83,7 +106,8 @@ def of_prompt(body: dict) -> dict:
 
 def handed_on(request: web.Request) -> dict[str, str]:
     """The headers that engines get too."""
-    return {k: v for k, v in request.headers.items() if k in ("Authorization", "X-Request-Id")}
+    names = ("Authorization", "X-Request-Id")
+    return {name: request.headers[name] for name in names if name in request.headers}
 
 
 class Router:
@@ -120,6 +144,9 @@ class Router:
             if said.status != 200:
                 return said
             if there := json.loads(said.body).get("kv_transfer_params"):
+                if several(body):
+                    message = "this router hands over one prompt's cache: send one prompt, with n=1"
+                    return web.json_response(text=failure(message, 400), status=400)
                 body["kv_transfer_params"] = there
         async with self.decode.ask(*post, json=body, headers=kept) as answer:
             if not answer.content_type.startswith("text/event-stream"):

@@ -39,6 +39,8 @@ class StandIn:
         self.asked.append((body, dict(request.headers)))
         if body.get("act") == "refuse" and self.name.startswith("prefill"):
             return aiohttp.web.json_response({"error": "too long"}, status=400)
+        if body.get("act") == "sleep" and self.name.startswith("decode"):
+            await asyncio.sleep(60)
         if not body["stream"]:
             there = {"kv_transfer_params": {"at": self.name}} if body.get("act") == "tell" else {}
             return aiohttp.web.json_response({"from": self.name} | there)
@@ -58,8 +60,8 @@ class StandIn:
 class Running:
     """A router before stand-ins of some names; those of none are not there."""
 
-    def __init__(self, prefill, decode):
-        self.names, self.runners = (prefill, decode), []
+    def __init__(self, prefill, decode, timeout=20.0):
+        self.names, self.runners, self.timeout = (prefill, decode), [], timeout
 
     async def serve(self, app, port):
         runner = aiohttp.web.AppRunner(app, handler_cancellation=True)
@@ -81,7 +83,7 @@ class Running:
                     await self.serve(app, port)
             kinds.append(module.Engines(kind, addresses))
         port = free_port()
-        await self.serve(module.Router(*kinds, 20.0).app(), port)
+        await self.serve(module.Router(*kinds, self.timeout).app(), port)
         self.session = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
         return self
 
@@ -92,14 +94,14 @@ class Running:
 
     async def ask(self, path="/v1/completions", **body):
         asked = {"prompt": [1], "max_tokens": 8, "n": 2, "stream": False} | body
-        headers = {"Authorization": "Bearer x"}
+        headers = {"Authorization": "Bearer x", "x-request-id": "mine"}
         async with self.session.post(path, json=asked, headers=headers) as answer:
             return answer.status, await answer.text()
 
 
-def run(test, prefill, decode):
+def run(test, prefill, decode, **more):
     async def inside():
-        async with asyncio.timeout(30), Running(prefill, decode) as running:
+        async with asyncio.timeout(30), Running(prefill, decode, **more) as running:
             await test(running)
 
     asyncio.run(inside())
@@ -120,10 +122,11 @@ def test_prompts_go_to_one_kind_and_requests_in_turn_to_the_other():
         }
         assert prompt == {"prompt": [1], "max_tokens": 1, "min_tokens": 0, "stream": False}
         assert headers["Authorization"] == "Bearer x"
+        assert "mine" in headers.values()
         whole, headers = running.engines["decode b"].asked[0]
         assert whole == {"prompt": [1], "max_tokens": 8, "n": 2, "stream": True}
         assert headers["Authorization"] == "Bearer x"
-        await running.ask(act="tell")
+        await running.ask(act="tell", n=1)
         told = running.engines["decode b"].asked[1][0]
         assert told["kv_transfer_params"] == {"at": "prefill a"}
         async with running.session.get("/health") as answer:
@@ -203,3 +206,25 @@ def test_many_streams_and_an_engine_that_hangs_do_not_hold_up_health():
                 assert (await answer.text()).endswith(": TimeoutError\n")
 
     run(test, ["prefill a"], ["decode a", "decode b"])
+
+
+def test_what_one_engine_may_still_compute_is_not_asked_of_another():
+    async def test(running):
+        status, text = await running.ask(act="sleep")
+        assert status == 504
+        assert "--timeout" in json.loads(text)["error"]["message"]
+        assert not running.engines["decode b"].asked
+
+    run(test, ["prefill a"], ["decode a", "decode b"], timeout=0.3)
+
+
+def test_parameters_of_one_prompts_cache_are_not_handed_to_others():
+    async def test(running):
+        for more in ({"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"n": 2}):
+            status, text = await running.ask(**{"act": "tell", "n": 1} | more)
+            assert (status, json.loads(text)["error"]["code"]) == (400, 400)
+        assert not running.engines["decode a"].asked
+        for prompt in ("a", ["a"], [1, 2]):
+            assert (await running.ask(act="tell", n=None, prompt=prompt))[0] == 200
+
+    run(test, ["prefill a"], ["decode a"])

@@ -282,6 +282,21 @@ def test_nothing_to_read_is_one_line(tmp_path, make, message):
         read_trace(make(tmp_path))
 
 
+def test_a_file_in_the_place_of_a_directory_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceError, match="not a directory; give the one named by --trace"):
+        read_trace(tmp_path / "file")
+
+
+def test_hosts_of_one_name_do_not_share_a_clock(tmp_path):
+    a = Header(role="executor", host="a", boot="x", monotonic_ns=1000, realtime_ns=1_000_000)
+    b = Header(role="stage", host="a", boot="y", monotonic_ns=7000, realtime_ns=1_000_500)
+    write(tmp_path / f"e{SUFFIX}", a, [(Phase.SCHEDULE, 0, 0, 10)])
+    write(tmp_path / f"s{SUFFIX}", b, [(Phase.FORWARD, 0, 7000, 7010)])
+    (stage,) = read_trace(tmp_path).of("stage")
+    assert stage.records["start_ns"].tolist() == [1500]
+
+
 def test_only_the_latest_run_of_a_directory_is_read(tmp_path):
     rows = [(Phase.FORWARD, 0, 0, 1)]
     for run, at in (("old", 100), ("new", 200)):

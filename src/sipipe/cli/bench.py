@@ -127,9 +127,9 @@ def _measured(
                 continue
             try:
                 start = measured(name, {**jobs[name], **load}, "sipipe.tools.load")
-            except ConfigError:
-                raise
             except SiPipeError as error:  # the others are worth having
+                if isinstance(error, ConfigError) and not any(found.values()):
+                    raise
                 print(f"sipipe: {error}", file=sys.stderr)
                 failed[name] = str(error)
                 continue
@@ -171,7 +171,8 @@ def _rows(
     ConfigError: no model, an unknown row."""
     p, t = own.pp or 1, own.tp or 1
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
-    of_one = settings if p == 1 else {k: v for k, v in settings.items() if k != "layers"}
+    of_all = ("layers", "cores") if p > 1 else ()
+    of_one = {key: value for key, value in settings.items() if key not in of_all}
     rows = {
         "sipipe": _options(settings),
         "stock": ["stock"],
@@ -186,8 +187,7 @@ def _rows(
         names += ["stock-cut"] * bool(cut)
     else:
         names = [name for name in own.rows.split(",") if name]
-    wrong = next((name for name in names if name not in rows), None)
-    if wrong is not None:
+    if (wrong := next((name for name in names if name not in rows), None)) is not None:
         raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
     if "stock-cut" in names and not cut:
         raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
@@ -225,6 +225,8 @@ def server_job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> 
         parser.add_argument("--layers", type=counts)
     own, options = parser.parse_known_args(options)
     command = [*words, "-pp", str(own.pp), "-tp", str(own.tp)]
+    if not any(word.endswith("enable-prefix-caching") for word in (*words, *options)):
+        command += ["--no-enable-prefix-caching"]  # each mix has the same prompts
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:
         asked = make_parser("bench", "", add_help=False)
@@ -362,10 +364,8 @@ def _table(
             if first:
                 same = [a == b for a, b in zip(told[name] or [], first, strict=False)]
                 # A server that tells texts instead of tokens is compared with none that tells them.
-                if same and type(told[name][0]) is type(first[0]):
-                    row["equal"] = f"{sum(same)} of {len(same)}"
-                else:
-                    row["equal"] = None
+                comparable = same and type(told[name][0]) is type(first[0])
+                row["equal"] = f"{sum(same)} of {len(same)}" if comparable else None
                 draws = starts[0]["draws"]
                 row["draws p"] = f"{draws['p']:.2f}" if draws else None
             rows.append(row)

@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     own = parser.parse_args(argv)
     if wrong := [name for name in own.steps.split(",") if name not in STEPS]:
         raise ConfigError(f'gpu-check: --steps "{wrong[0]}" is none of {", ".join(STEPS)}')
+    require_vllm()
     import torch
 
     gpus = torch.cuda.device_count()
@@ -64,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
             "no CUDA device is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): --without-gpu runs the "
             "steps that need none"
         )
-    require_vllm()
     try:
         own.out.open("a").close()
         _lines(own.out)
@@ -108,9 +108,8 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
         job = _server(step, own, gpus, trace)
         found: dict[str, Any] = {"found": measured(name, job, "sipipe.tools.load", timeout=SECONDS)}
         if "trace" in step:
-            report = output(
-                sys.executable, "-P", "-m", "sipipe", "trace", "report", trace, "--json"
-            )
+            words = ("-m", "sipipe", "trace", "report", trace, "--json")
+            report = output(sys.executable, "-P", *words)
             found["trace"] = json.loads(report or "{}")
     like, lines = step.get("like"), _lines(own.out)
     told = [one["found"] for one in lines if one["step"] == like and "found" in one]

@@ -69,6 +69,8 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     """Tensor-parallel rank within the stage."""
     pid: int = 0
     host: str = ""
+    boot: str = ""
+    """The kernel's name of this boot: hosts may have one name."""
     stages: int = 0
     """Pipeline size p; 0 where the recorder was not told."""
     layers: int = 0

@@ -55,7 +55,6 @@ def _busy(block: Block) -> Values:
 
 _gauge, _counter = partial(Metric, "gauge"), partial(Metric, "counter")
 
-
 METRICS: dict[str, Metric] = {
     "sipipe_info": _gauge(
         "executor", lambda _: {"": 1.0}, "Versions, whose runner and sampler, and why"
@@ -172,7 +171,6 @@ class Publisher:
     does nothing where one API server answers. Its thread works about 0.1 ms a second."""
 
     def __init__(self, page: LivePage) -> None:
-        """Publish ``page``; call :meth:`start`."""
         self._poll = Poll(page)
         self._metrics: dict[str, Any] = {}
         self._seen: dict[tuple[str, Labels], float] = {}

@@ -31,15 +31,7 @@ import msgspec
 
 from sipipe.errors import ConfigError
 from sipipe.messages.boots import Watched
-from sipipe.observe.format import (
-    CPU,
-    DROPPED,
-    OLDER,
-    PACK,
-    SUFFIX,
-    Header,
-    encode_header,
-)
+from sipipe.observe.format import CPU, DROPPED, OLDER, PACK, SUFFIX, Header, encode_header
 from sipipe.observe.live import LivePage, LiveWriter
 from sipipe.observe.phases import Role
 
@@ -77,10 +69,8 @@ class Recorder:
         live: LiveWriter | None = None,
         limit: int | None = None,
     ) -> None:
-        """Create ``path`` (it must not exist), write ``header`` and start the spiller.
-
-        ``limit``: bytes on the disk at most, the oldest records giving way; None: no limit. Raises
-        ConfigError: the file cannot be created."""
+        """Create ``path`` (it must not exist), write ``header`` and start the spiller; ``limit`` as
+        :func:`open_recorder` has it. Raises ConfigError: the file cannot be created."""
         self._count: Callable[..., None] = live.phase if live else lambda *_: None
         self._path = path
         self._over = path is None  # no file, closed, or the disk is full
@@ -120,8 +110,7 @@ class Recorder:
         if self._over:
             pass
         elif len(self._records) < CAPACITY:
-            thread = self._threads.get(threading.get_ident())
-            if thread is None:
+            if (thread := self._threads.get(threading.get_ident())) is None:
                 thread = self._threads[threading.get_ident()] = min(next(self._numbers), 255)
             self._records.append(
                 PACK.pack(start_ns, end_ns, iteration, batch, tokens, phase, thread, slot)
@@ -169,8 +158,7 @@ class Recorder:
     def _spill(self) -> None:
         data = [self._records.popleft() for _ in range(len(self._records))]
         now, cpu = time.monotonic_ns(), time.process_time_ns()
-        lost = self._dropped - self._reported
-        if lost:
+        if lost := self._dropped - self._reported:
             self._reported += lost
             data.append(PACK.pack(now, now, min(lost, _LIMIT), 0, 0, DROPPED, 0, 0))
         before, used = self._cpu
@@ -216,16 +204,20 @@ def open_recorder(
         header: process, host and times are filled in here. ``realtime_ns`` is what to add to this
             host's wall clock.
         live: this process's block of the statistics page, which counts each phase too.
-        limit: bytes that the file may have with the one before it; None: no limit.
+        limit: bytes of the file and the one before it; the oldest records give way. None: no limit.
 
     Raises ConfigError: the directory cannot be written to.
     """
     if directory is None:
         return Recorder(header, live=live)
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     header = msgspec.structs.replace(
         header,
         pid=os.getpid(),
         host=socket.gethostname(),
+        boot=boot,
         monotonic_ns=time.monotonic_ns(),
         realtime_ns=time.time_ns() + header.realtime_ns,
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 from sipipe.errors import ConfigError, SiPipeError
@@ -61,6 +62,8 @@ def measured(
             raise _failed(f"{side} took more than {timeout:.0f} s", log) from None
         finally:
             _end(process)
+            with suppress(ProcessLookupError):  # what it has left, such as a server that hangs
+                os.killpg(process.pid, signal.SIGKILL)
             control.close()
         log.seek(0)
         if process.returncode == 2:  # what measure says of a wrong option
@@ -97,9 +100,8 @@ def _failed(why: str, log: IO[bytes]) -> SiPipeError:
 
 def _keep(side: str, log: bytes) -> str:
     """Keep a failed engine's log; its first error, which is the cause, and where the log is."""
-    with tempfile.NamedTemporaryFile(
-        prefix=f"sipipe-bench-{side}-", suffix=".log", delete=False
-    ) as file:
+    prefix = "sipipe-bench-" + re.sub(r"[^\w.-]+", "-", side)[:60]
+    with tempfile.NamedTemporaryFile(prefix=f"{prefix}-", suffix=".log", delete=False) as file:
         file.write(log)
     # vLLM's warnings quote errors that may come.
     lines = (line for line in log.decode(errors="replace").splitlines() if "WARNING" not in line)

@@ -97,18 +97,17 @@ def run(job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {"startup_s": time.monotonic() - began}
         client = _Client(job, url)
         for params in list(job.mixes.values())[1:]:
-            client.run(params, 3, job.loads[0][2])
+            client.run(params, 3, job.loads[0][2], job.repeat)
         # As it will be measured: microbatches are learnt from it; of a trace a quarter.
         part = 4 if "--self-timed" in job.load else 1
         for count, prompt in dict.fromkeys((count, prompt) for _, count, prompt in job.loads):
-            client.run(next(iter(job.mixes.values())), -(-count // part), prompt)
+            client.run(next(iter(job.mixes.values())), -(-count // part), prompt, job.repeat)
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for seed, (name, count, prompt) in itertools.product(range(job.repeat), job.loads):
             run = client.run(job.mixes[name], count, prompt, seed)
             runs[f"{name} {count} {prompt or ''}".rstrip()].append(run)
-        plan = re.findall(
-            r"(?:core plan|layers of the stages|cpu_sampling auto).*", _read(log) if log else ""
-        )
+        told = r"(?:core plan|layers of the stages|cpu_sampling auto).*"
+        plan = re.findall(told, _read(log) if log else "")
         found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
         found["wall_s"] = time.monotonic() - began
         found["memory_mib"] = memory_mib(server.pid) if server else {}
@@ -171,16 +170,15 @@ class _Client:
         self._argv += ["--percentile-metrics", "ttft,tpot,itl,e2el"]
         self._argv += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
 
-    def run(self, params: dict[str, Any], count: int, prompt: int, seed: int = 0) -> dict[str, Any]:
-        """One load: speeds, and times to the first token and per output token, as ``vllm bench
+    def run(self, params: dict[str, Any], count: int, prompt: int, seed: int) -> dict[str, Any]:
+        """One load, whose prompts ``seed`` chooses: speeds, and times to the first token and per output token, as ``vllm bench
         serve`` saves them, and its ``span`` on the monotonic clock, seconds."""
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(count), "--seed", str(seed)]
         argv += ["--random-input-len", str(prompt)] * bool(prompt)
-        args: argparse.Namespace = self._parser.parse_args(
-            [*argv, "--extra-body", json.dumps(params)]
-        )
+        argv += ["--extra-body", json.dumps(params)]
+        args: argparse.Namespace = self._parser.parse_args(argv)
         began = time.monotonic()
         result: dict[str, Any] = asyncio.run(main_async(args))
         if result["failed"]:
@@ -199,10 +197,8 @@ def kv_tokens(url: str) -> int | None:
     with suppress(OSError):
         for line in _get(f"{url}/metrics").splitlines():
             if line.startswith("vllm:cache_config_info{"):
-                size, blocks = (
-                    re.search(rf'\b{name}="(\d+)"', line)
-                    for name in ("block_size", "num_gpu_blocks")
-                )
+                names = "block_size", "num_gpu_blocks"
+                size, blocks = (re.search(rf'\b{name}="(\d+)"', line) for name in names)
                 return int(size[1]) * int(blocks[1]) if size and blocks else None
     return None
 
@@ -222,10 +218,8 @@ def memory_mib(pid: int) -> dict[str, int]:
 def answers(url: str, requests: int = 16, tokens: int = 16) -> list[Any]:
     """Greedy tokens of some prompts (texts, where a server does not tell tokens)."""
     body = {"max_tokens": tokens, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
-    return [
-        choice.get("token_ids") or choice["text"]
-        for choice in _complete(url, _prompts(requests), body)
-    ]
+    choices = _complete(url, _prompts(requests), body)
+    return [choice.get("token_ids") or choice["text"] for choice in choices]
 
 
 def draws(url: str, count: int) -> dict[str, float] | None:
@@ -250,8 +244,7 @@ def draws(url: str, count: int) -> dict[str, float] | None:
                 return None
             least = told[likely[among - 1]]
             kept = [token for token in likely if told[token] >= least]
-            token = logprobs["tokens"][0]
-            if token not in kept:
+            if (token := logprobs["tokens"][0]) not in kept:
                 drawn["outside"] += 1
                 continue
             if len(kept) > among:

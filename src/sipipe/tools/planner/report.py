@@ -45,8 +45,7 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
         words += ["--kv-cache-dtype", "fp8"]
     if gpu and choice.engine.key == "vllm":
         words += ["--no-async-scheduling"]
-    hosts = plan.cluster.hosts
-    if hosts == 1:
+    if (hosts := plan.cluster.hosts) == 1:
         return [shlex.join(words)]
     commands = []
     for rank in range(hosts):

@@ -145,8 +145,7 @@ class Search:
 
         least, cap, why = 1, *_batch_cap(memory, workload, inflight)
         if workload.fixed_batch is not None:
-            least = workload.fixed_batch
-            if least > cap:
+            if (least := workload.fixed_batch) > cap:
                 raise _RuledOutError(f"--batch {least} is over the limit of {cap} set by {why}")
             cap, why = least, "--batch"
         if (tpot := run(least).delay) > workload.tpot_slo:

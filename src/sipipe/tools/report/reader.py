@@ -80,8 +80,7 @@ class Trace:
         or the last gather; without what a process has no records of any more."""
         spans = []
         for process in self.of("stage"):
-            records = process.records
-            if len(records):
+            if len(records := process.records):
                 works = records[~np.isin(records["phase"], WAIT_PHASES)]
                 first = works if len(works) else records
                 spans.append((int(first["start_ns"].min()), int(records["end_ns"].max())))
@@ -100,12 +99,15 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     are left out, each with one line in ``warnings``. Raises TraceError: the directory does not
     exist or holds nothing usable."""
     path = Path(directory)
-    if not path.is_dir():
-        wrong = "is no directory" if path.exists() else "no such directory"
-        raise TraceError(f"{directory}: {wrong}; give the one named by --trace")
+    try:
+        files = sorted(path.iterdir())
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        wrong = "no such directory" if gone else f"{error.strerror}".lower()
+        raise TraceError(f"{directory}: {wrong}; give the one named by --trace") from None
     found: list[tuple[Header, Records]] = []
     warnings: list[str] = []
-    for file in sorted(path.iterdir()):
+    for file in files:
         if file.suffix != SUFFIX:
             if file.is_file() and file.suffix not in (".html", ".json", ".csv"):
                 warnings.append(f"{file}: not a SiPipe trace file, left out")
@@ -148,10 +150,9 @@ def _process(files: list[tuple[Header, Records]], reference: Header) -> ProcessT
     clocks, as both files noted them, for hosts share no monotonic clock."""
     header, raw = files[0][0], np.concatenate([records for _, records in files])
     offset = 0
-    if header.host != reference.host:
-        offset = (header.realtime_ns - header.monotonic_ns) - (
-            reference.realtime_ns - reference.monotonic_ns
-        )
+    if (header.host, header.boot) != (reference.host, reference.boot):
+        offset = header.realtime_ns - header.monotonic_ns
+        offset -= reference.realtime_ns - reference.monotonic_ns
     since = header.since_ns + offset if header.since_ns else None
     samples = raw[raw["phase"] == CPU]
     cpu = np.zeros(len(samples), CPU_SAMPLE)

@@ -66,8 +66,7 @@ def phase_table(trace: Trace, window: Window) -> list[dict[str, Any]]:
         records = process.phase(window=window)
         spans = (records["end_ns"] - records["start_ns"]).astype(np.float64)
         for phase in Phase:
-            own = spans[records["phase"] == phase]
-            if len(own):
+            if len(own := spans[records["phase"] == phase]):
                 rows.append(
                     {
                         "process": process.header.name,
@@ -153,7 +152,9 @@ def utilization(trace: Trace, window: Window) -> dict[str, list[float] | dict[st
     for process in trace.processes:
         if len(process.cpu):
             cpu = process.cpu
-            cores[process.header.name] = _rate(cpu["start_ns"], cpu["end_ns"], cpu["cpu_ns"], edges)
+            name = process.header.name  # a sampler that took another's place has its name too
+            used = _rate(cpu["start_ns"], cpu["end_ns"], cpu["cpu_ns"], edges)
+            cores[name] = np.add(used, cores.get(name, 0.0)).tolist()
     middle = ((edges[:-1] + edges[1:]) / 2 - start) / 1e9
     return {"t": middle.round(5).tolist(), "device": device, "cores": cores}
 

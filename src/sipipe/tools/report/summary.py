@@ -45,7 +45,7 @@ class Run:
             "model": next((p.header.model for p in trace.processes if p.header.model), ""),
             "stages": trace.stages,
             "inflight": trace.inflight,
-            "samplers": len(trace.of("sampler")),
+            "samplers": len({process.header.index for process in trace.of("sampler")}),
             "hosts": sorted({p.header.host for p in trace.processes}),
             "processes": len(trace.processes),
             "wall_s": wall / 1e9,
@@ -65,17 +65,14 @@ class Run:
         }
 
     def _stage(self, number: int) -> dict[str, Any]:
-        stage = self.account.stages[number]
-        process = self.trace.of("stage")[number]
-        wall = self.account.wall_ns
-        by_kind = dict(zip(KINDS, stage.by_kind, strict=True))
+        stage, process = self.account.stages[number], self.trace.of("stage")[number]
         return {
             "stage": stage.index,
             "rank": stage.rank,
             "host": process.header.host,
             "iterations": len(process.phase(Phase.FORWARD, window=self.window)),
-            "wall_ns": wall,
-            "ns": by_kind,
+            "wall_ns": self.account.wall_ns,
+            "ns": dict(zip(KINDS, stage.by_kind, strict=True)),
             "share": shares(stage.by_kind),
             "cause_ns": {
                 cause.name.lower(): stage.by_cause[cause]
@@ -87,9 +84,8 @@ class Run:
     def busiest(self, iterations: int = 12) -> tuple[float, float]:
         """The part in which the devices are busiest, as long as so many iterations, in seconds."""
         start, end = self.window
-        each = (end - start - self.summary["idle_s"] * 1e9) / max(
-            iterations, self.summary["iterations"]
-        )
+        served = end - start - self.summary["idle_s"] * 1e9
+        each = served / max(iterations, self.summary["iterations"])
         span = max(1, min(end - start, round(iterations * each)))
         begin = statistics.busiest(self.trace, self.window, span) - start
         return begin / 1e9, (begin + span) / 1e9
