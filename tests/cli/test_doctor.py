@@ -46,7 +46,8 @@ def test_more_workers_than_cores_is_a_warning_and_nothing_says_ok_to_them(capsys
 
 def machine(monkeypatch, cores, nodes=1):
     found = [Core((index,), node=index * nodes // cores) for index in range(cores)]
-    monkeypatch.setattr(doctor, "this_machine", lambda: found)
+    for module in (doctor, advice):
+        monkeypatch.setattr(module, "this_machine", lambda: found)
 
 
 def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
@@ -62,7 +63,6 @@ def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
 
 def test_degrees_that_were_asked_for_are_compared_with_quicker_ones(capsys, vllm, monkeypatch):
     machine(monkeypatch, 2)
-    monkeypatch.setattr(advice, "this_machine", doctor.this_machine)
     monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
     _, found = report(capsys, "--pp", "2")
     assert found["other degrees"]["state"] == "ok"
@@ -82,7 +82,7 @@ def test_sockets_are_a_stage_each(capsys, vllm, monkeypatch):
 def test_gpus_that_the_planner_knows(capsys, vllm, monkeypatch, name):
     vllm(InstalledVllm("vllm", "0.32.0"))
     machine(monkeypatch, 64, nodes=2)
-    monkeypatch.setattr(doctor, "_gpus", lambda: [f"{name}, 81559 MiB, 570.1"] * 4)
+    monkeypatch.setattr(doctor, "gpus_here", lambda: [f"{name}, 81559 MiB, 570.1"] * 4)
     _, found = report(capsys)
     told = found["best degrees"]["text"]
     assert "1: --pp 1 --tp 4" in told
@@ -93,7 +93,7 @@ def test_gpus_that_the_planner_knows(capsys, vllm, monkeypatch, name):
 
 def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
-    monkeypatch.setattr(doctor, "_gpus", lambda: ["GeForce 256, 32 MiB, 1.0"] * 2)
+    monkeypatch.setattr(doctor, "gpus_here", lambda: ["GeForce 256, 32 MiB, 1.0"] * 2)
     _, found = report(capsys)
     assert "sipipe plan MODEL --gpu NAME" in found["best degrees"]["text"]
     assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 2"
@@ -124,7 +124,7 @@ def test_a_local_version_is_the_release(vllm):
 def test_a_containers_memory_is_told_and_no_compiler_is_a_warning(capsys, vllm, monkeypatch):
     monkeypatch.setattr(doctor, "free_bytes", lambda: 3 << 29)
     monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
-    monkeypatch.setattr(doctor, "_gpus", list)
+    monkeypatch.setattr(doctor, "gpus_here", list)
     status, found = report(capsys)
     assert status == 0
     assert "1.5 GiB may be used" in found["memory"]["text"]
@@ -134,7 +134,7 @@ def test_a_containers_memory_is_told_and_no_compiler_is_a_warning(capsys, vllm, 
 
 def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
-    monkeypatch.setattr(doctor, "_gpus", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])
+    monkeypatch.setattr(doctor, "gpus_here", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])
     _, found = report(capsys, "--pp", "2")
     assert found["GPU 0"]["text"].startswith("NVIDIA H100")
     assert found["GPUs"]["state"] == "warning"

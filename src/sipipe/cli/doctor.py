@@ -18,14 +18,12 @@ from typing import Literal, NamedTuple
 import psutil
 
 from sipipe._version import __version__
-from sipipe.cli.advice import LOADS, on_host, quicker_on_cpus
+from sipipe.cli.advice import best_degrees, gpus_here, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
 from sipipe.cores import cpus_of, format_cpus, plan_cores, quota, this_machine
 from sipipe.ipc.memory import free_bytes
-from sipipe.tools.planner import hardware
 from sipipe.tools.planner.models import load_model
-from sipipe.tools.provenance import output
 from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, installed_vllm
 
 MOST_WORKERS = 8
@@ -56,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     args = parser.parse_args(argv)
 
-    vllm, gpus = installed_vllm(), _gpus()
+    vllm, gpus = installed_vllm(), gpus_here()
     device = vllm.device if vllm else "cpu"
-    suits, advice = _best_degrees(device, gpus)
+    suits, state, advice = best_degrees(device, gpus)
     pp, tp = (args.pp or 1, args.tp or 1) if args.pp or args.tp else suits
     findings = [
         *_software(vllm, try_import=not args.quick),
         *_hardware(gpus),
-        advice,
+        Finding("best degrees", state, advice),
         *_what_sipipe_does(pp, tp, suits, device, gpus),
     ]
     if args.json:
@@ -126,44 +124,6 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
         yield Finding(f"GPU {index}", "ok", line)
     if not gpus:
         yield Finding("GPUs", "ok", "none found (nvidia-smi)")
-
-
-def _gpus() -> list[str]:
-    """Name and memory of each GPU that nvidia-smi lists."""
-    query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return (output("nvidia-smi", *query) or "").splitlines()
-
-
-def _best_degrees(device: Device, gpus: Sequence[str]) -> tuple[tuple[int, int], Finding]:
-    """(stages, ranks) that suit this machine, and for which loads which are best: computed as
-    ``sipipe plan`` does, for a model that nearly every machine can hold."""
-    cores = this_machine()
-    nodes = len({core.node for core in cores})
-    names = [name for name in hardware.names() if gpus and name.split("-")[0] in gpus[0].lower()]
-    every = (1, max(1, len(gpus)))
-    if device == "cpu" and nodes > 1:
-        text = f"--pp {nodes}, a stage for each NUMA node, whose memory it reads; one request at a "
-        return (nodes, 1), Finding("best degrees", "ok", text + "time is quickest with --pp 1")
-    if device == "cuda" and not names:
-        text = "sipipe plan MODEL --gpu NAME computes them (--list: the names it knows)"
-        return every, Finding("best degrees", "ok", text)
-    facts = load_model("llama-3.1-8b" if device == "cuda" else "qwen3-0.6b")
-    name, counts = (names[0], [len(gpus)]) if device == "cuda" else ("cpu", [1, 2])
-    best = {}
-    for load in LOADS:
-        ways = [c for count in counts for c in on_host(facts, name, count, cores, load)]
-        if ours := [choice for choice in ways if device == "cuda" or choice.t == 1]:
-            best[load] = max(ours, key=lambda choice: choice.throughput)
-    if LOADS[-1] not in best:
-        text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
-        return every, Finding("best degrees", "warning", text)
-    told = ", ".join(
-        f"{load}: --pp {top.p} --tp {top.t} ({top.throughput:,.0f} tok/s)"
-        for load, top in best.items()
-    )
-    suits = (best[LOADS[-1]].p, best[LOADS[-1]].t)
-    text = f"by requests at once, {told}; computed for {facts.name} as sipipe plan does, not "
-    return suits, Finding("best degrees", "ok", text + "measured (sipipe bench does)")
 
 
 def _what_sipipe_does(

@@ -119,7 +119,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         ("trace", str, "DIR", "record a trace of the pipeline into DIR"),
         ("trace-limit", _setting, "MIB", "of which the newest MIB are kept (default: 1024)"),
         ("cores", _setting, "auto|off|JSON", placed),
-        ("pp", count, "N", "pipeline stages: vLLM's -pp"),
+        ("pp", count, "N", "pipeline stages: vLLM's -pp; of serve also auto"),
         ("tp", count, "N", "tensor-parallel ranks of a stage: vLLM's -tp"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
