@@ -37,6 +37,11 @@ def _hosts(column: str, requests: int, delay: int) -> str:
     return f"hosts: {column} | {chosen}"
 
 
+def _drafts(kind: str, requests: int) -> str:
+    chosen = f"kind={kind}; sampling=greedy; requests={requests}"
+    return f"speculation-pp1-1-4-8-32: with / without | {chosen}"
+
+
 _IDLE = "emulation: worst stage, % | pipeline="
 _SPARSE = f"{_IDLE}deepseek-v2.5-8xh100 --pp"
 _DENSE = f"{_IDLE}llama-70b-8xh100 --pp"
@@ -219,6 +224,54 @@ GOALS = (
         most=20,
         unit="%",
     ),
+    Goal(
+        "warm start, one stage",
+        "0.4 × stock's",
+        "start: total | stages=1; side=sipipe serve; caches=warm",
+        beside="start: total | stages=1; side=stock; caches=warm",
+        most=0.4,
+        unit="s",
+    ),
+    Goal(
+        "the same, two stages",
+        "0.4 × stock's",
+        "start: total | stages=2; side=sipipe serve; caches=warm",
+        beside="start: total | stages=2; side=stock; caches=warm",
+        most=0.4,
+        unit="s",
+    ),
+    Goal(
+        "cold start, two stages",
+        "1 × stock's",
+        "start: total | stages=2; side=sipipe serve; caches=cold",
+        beside="start: total | stages=2; side=stock; caches=cold",
+        most=1,
+        unit="s",
+    ),
+    Goal(
+        "8,000 tokens of prompt, two stages",
+        "stock takes 1.1 × as long",
+        "prefill-pp2: of equal times | load=1 x 8,000; engine=stock",
+        least=1.1,
+        unit="×",
+    ),
+    Goal(
+        "drafts, one request, copying",
+        "2 × without",
+        _drafts("copy", 1),
+        least=2,
+        unit="×",
+    ),
+    Goal(
+        "the same, editing",
+        "1.6 × without",
+        _drafts("edit", 1),
+        least=1.6,
+        unit="×",
+    ),
+    Goal("the same, JSON", "1.4 × without", _drafts("json", 1), least=1.4, unit="×"),
+    Goal("drafts, 32, copying", "0.99 × without", _drafts("copy", 32), least=0.99, unit="×"),
+    Goal("drafts, 32, free chat", "0.99 × without", _drafts("chat", 32), least=0.99, unit="×"),
 )
 
 GIVEN_UP = (  # with their benchmarks, in c2d772b
