@@ -225,11 +225,11 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return cls()
         if not isinstance(additional_config, Mapping):
             raise ConfigError(
-                'additional_config (--additional-config) must be a JSON object such as {"sipipe": {...}} to carry '
+                "additional_config (--additional-config) must be a JSON object such as "
+                '{"sipipe": {...}} to carry '
                 f"SiPipe's settings, not {type(additional_config).__name__}"
             )
-        settings = additional_config.get("sipipe")
-        if settings is None:
+        if (settings := additional_config.get("sipipe")) is None:
             for key in additional_config.keys() - {"sipipe"}:
                 if _hint(str(key).replace("-", "_"), ["sipipe"]):
                     raise ConfigError(
@@ -290,8 +290,7 @@ def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
         inner, value = inner[name] if of == "properties" else inner, value[name]
         allowed, here = inner.get("description", allowed), _meant(inner, kinds)
     key = path.strip(".`")
-    unknown = re.fullmatch("Object contains unknown field `(.*)`", found)
-    if unknown:
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", found):
         name = unknown[1]
         known = next(list(kind["properties"]) for kind in here if "properties" in kind)
         hint = _hint(name.replace("-", "_"), known)

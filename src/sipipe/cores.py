@@ -316,8 +316,7 @@ def _placed(
     """The user's placement; what it does not name is not bound."""
     groups = (*placement.stages, *placement.samplers, placement.scheduler)
     taken = [cpu for cpus in groups for cpu in cpus]
-    foreign = set(taken).difference(usable)
-    if foreign:
+    if foreign := set(taken).difference(usable):
         raise ConfigError(
             f'sipipe config: "cores" names CPU {format_cpus(foreign)}, which this process may not '
             f"use (it may use {format_cpus(usable)})"

@@ -34,7 +34,6 @@ __all__ = [
 
 Tokens = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
 
-
 _kept = threading.local()
 
 
@@ -106,18 +105,14 @@ def sample_with_logprobs(
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> tuple[npt.NDArray[np.int32], dict[int, Logprobs]]:
     """`sample`, and the logprobs that ``params`` ask for, by sequence."""
-    array = as_array(logits)
-    if array.ndim != 2:
+    if (array := as_array(logits)).ndim != 2:
         raise ValueError(f"logits must have 2 dimensions, got {array.ndim}")
     batch, width = array.shape
     every = _of_each(params, batch) if isinstance(params, SequenceParams) else list(params)
     prompts: Tokens = [()] * batch if prompt_token_ids is None else prompt_token_ids
     outputs: Tokens = [()] * batch if output_token_ids is None else output_token_ids
-    for name, given in (
-        ("params", every),
-        ("prompt_token_ids", prompts),
-        ("output_token_ids", outputs),
-    ):
+    names = ("params", "prompt_token_ids", "output_token_ids")
+    for name, given in zip(names, (every, prompts, outputs), strict=True):
         if len(given) != batch:
             raise ValueError(f"{name}: {len(given)} for {batch} sequences")
     vocab = width if vocab_size is None else vocab_size

@@ -87,8 +87,7 @@ def _prompts(words: Sequence[str], file: str | None) -> list[str]:
         raise ConfigError("generate: no prompt: give one as an argument, with --file, or on stdin")
     else:
         text = sys.stdin.read()  # wait: none; whoever writes the prompts, or Ctrl-C
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
+    if not (lines := [line for line in text.splitlines() if line.strip()]):
         raise ConfigError(f"generate: {'stdin' if file in (None, '-') else file} holds no prompt")
     return lines
 

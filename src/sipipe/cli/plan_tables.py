@@ -19,9 +19,8 @@ def print_tables(plans: Sequence[Plan]) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=140)
-    plan = plans[0]
-    facts, cluster = plan.facts, plan.cluster
-    kv = kv_bytes_per_token(facts, plan.workload.kv_element_bytes) / 1024
+    facts, cluster = plans[0].facts, plans[0].cluster
+    kv = kv_bytes_per_token(facts, plans[0].workload.kv_element_bytes) / 1024
     network, between = cluster.network, ""
     if cluster.hosts > 1:
         between = f", {network.adapters} x {network.gigabits:g} Gb/s between hosts"

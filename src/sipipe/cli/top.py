@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open(pid: int | None) -> Poll:
-    pages = find(pid=pid)
-    if not pages:
+    if not (pages := find(pid=pid)):
         where = "" if pid is None else f" under process {pid}"
         raise ResourceError(
             f"no running SiPipe server of this user found{where}; start one with sipipe serve"

@@ -248,8 +248,7 @@ class Agent:
     def _send_figures(self) -> None:
         sent = b""
         while not self._ended.wait(FIGURES_SECONDS):
-            figures = self._figures.figures_here()
-            if figures != sent:
+            if (figures := self._figures.figures_here()) != sent:
                 sent = figures
                 self._send(say.HostFigures(figures))
 

@@ -93,10 +93,8 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 class _WordsParser(OneLineParser):
-    """Takes words from anywhere between the options, and all that stands behind ``--``.
-
-    A positional argument of any number would be empty where an option follows the model.
-    """
+    """Takes words from anywhere between the options, and all that stands behind ``--``. A positional
+    argument of any number would be empty where an option follows the model."""
 
     taken = (*OneLineParser.taken, *SamplingParams.__struct_fields__)
 

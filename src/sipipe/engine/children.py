@@ -41,8 +41,6 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 PIPE_SECONDS = 10
 """For which a child may stop amid a message: its thread on the pipe does nothing else."""
-
-
 NEIGHBOUR_SECONDS = 1.0
 
 
@@ -294,8 +292,7 @@ class Children:
         threading.Thread(target=end_this_process, args=bound, name="SiPipeEnd", daemon=True).start()
 
     def _hear(self, child: Child) -> None:
-        message = child.hear()
-        if isinstance(message, Ready):
+        if isinstance(message := child.hear(), Ready):
             with self._changed:
                 self._ready[child.name] = message
                 self._changed.notify_all()

@@ -53,8 +53,7 @@ def generate(
     texts = prompts(args.words)
     vllm_config = engine_config(engine_args(args))
     params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
-    setup = decide(vllm_config)
-    announce(setup)
+    announce(decide(vllm_config))
     with own_sockets():
         asyncio.run(_run(engine_args(args), texts, params, chat, show))
 

@@ -73,8 +73,7 @@ class Iteration:
     @property
     def late(self) -> str:
         """What the iteration waits for; empty when it is complete."""
-        missing = []
-        work = self.work
+        missing, work = [], self.work
         told = work.prompt_logprobs or work.on_device or not work.samplers
         if self.report is None and told and work.request_ids:
             missing.append("the last stage")
@@ -166,8 +165,7 @@ class Iterations:
     ) -> Iteration | None:
         """Take in what came; returns the iteration if it is complete with that."""
         with self._lock:
-            iteration = self._in_flight.get(number)
-            if iteration is None:
+            if (iteration := self._in_flight.get(number)) is None:
                 return None  # failed meanwhile
             iteration.tokens = tokens if tokens is not None else iteration.tokens
             iteration.report = report if report is not None else iteration.report

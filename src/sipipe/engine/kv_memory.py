@@ -93,7 +93,8 @@ def kv_cache_bytes(nodes: list[int], weights: int) -> int:
 
 
 def worker_nodes(*plans: CorePlan) -> list[int]:
-    """The memory node of each worker as vLLM's worker finds it: that of its lowest CPU, by plan or by the user's own ``VLLM_CPU_OMP_THREADS_BIND``, which wins."""
+    """The memory node of each worker as vLLM's worker finds it: that of its lowest CPU, by plan or by
+    the user's own ``VLLM_CPU_OMP_THREADS_BIND``, which wins."""
     bound = envs.VLLM_CPU_OMP_THREADS_BIND
     ranks = [cpus for plan in plans for stage in plan.workers for cpus in stage]
     if bound == "nobind":

@@ -1,8 +1,8 @@
 """How much shared memory an engine's channels take, and whether there is that much.
 
 All of it lies in memory files (memfd), which count as memory of the machine and of the container,
-never against ``/dev/shm``. Hidden states that travel on a GPU take none. A model whose hidden states are more than two tensors makes its links grow
-at the first microbatch.
+never against ``/dev/shm``. Hidden states that travel on a GPU take none. A model whose hidden states
+are more than two tensors makes its links grow at the first microbatch.
 """
 
 from collections.abc import Sequence

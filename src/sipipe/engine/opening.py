@@ -76,8 +76,7 @@ class Opening:
         self._seconds = self._setup.config.start_timeout
 
     def open(self) -> Running:
-        """Make the channels between the processes. Raises StallError: not within the start
-        timeout."""
+        """Make the channels between the processes; raises as :meth:`.Pipeline.open`."""
         setup, vocabulary, draws = self._setup, Vocabulary(), "off"
         ranks = self._calls.ask(Describe(), self._seconds)
         self._within = _transport(setup, reach=all(rank.reaches for rank in ranks))

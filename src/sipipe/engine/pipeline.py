@@ -70,11 +70,8 @@ class Pipeline:
         ]
         self._bus = Bus(self._hosts)
         self.calls = Calls(self._bus, workers, self._clock.now)
-        self._resolving = [
-            self.iterations.fail,
-            *(host.fail for host in self._hosts),
-            self.calls.fail,
-        ]
+        hosts = (host.fail for host in self._hosts)
+        self._resolving = [self.iterations.fail, *hosts, self.calls.fail]
         bound, show = setup.config.stall_timeout, partial(self.telemetry.live.set, Word.STALLED)
         self._stall = StallWatch(
             self.iterations, self.calls, workers, self._ask, self._clock, bound, self.failed, show
@@ -87,9 +84,8 @@ class Pipeline:
         self._loaded = False
 
     def load(self) -> None:
-        """Start all processes; return when every worker has loaded its layers. Raises Exception:
-        what the first worker raised that failed. WorkerDiedError: a process ended. StallError: not
-        within the start timeout."""
+        """Start all processes; return when every worker has loaded its layers, within the start
+        timeout. Raises what :meth:`.Workers.wait_loaded` does."""
         for remote in self._remotes:
             remote.begin(self, self.telemetry, self._samplers)
         self._closing.callback(self._host.close)

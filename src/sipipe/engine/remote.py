@@ -48,8 +48,7 @@ HELLO_SECONDS = 30.0
 def meet(setup: Setup) -> list[RemoteHost]:
     """Wait until all other hosts are there. Raises ConfigError: a port that is taken, or a host
     with other versions or settings. StallError: a host did not come within the start timeout."""
-    hosts = setup.config.hosts
-    if hosts.count == 1:
+    if (hosts := setup.config.hosts).count == 1:
         return []
     address = resolve(hosts.address, "--master-addr")
     deadline = time.monotonic() + setup.config.start_timeout
@@ -97,10 +96,7 @@ class RemoteHost:
         return f"host {self.node} ({self.address or 'not met'}, {named(self.here)})"
 
     def meet(self, deadline: float) -> None:
-        """Wait for the agent's hello, and compare.
-
-        Raises: see :func:`meet`.
-        """
+        """Wait for the agent's hello, and compare. Raises as :func:`meet`."""
         setup, connection, warned = self._setup, self._connection, False
         while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:

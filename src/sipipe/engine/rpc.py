@@ -126,10 +126,8 @@ class Calls:
             del self._calls[reply.call]
         with suppress(InvalidStateError):
             if error is not None:
-                text = (
-                    f"Worker {worker} failed in {call.method} with error '{error}', please check "
-                )
-                text += "the stack trace above for the root cause"
+                text = f"Worker {worker} failed in {call.method} with error '{error}', "
+                text += "please check the stack trace above for the root cause"
                 call.future.set_exception(RuntimeError(text))
             elif call.only is not None:
                 call.future.set_result(call.results[call.only])

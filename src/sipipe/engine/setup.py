@@ -26,13 +26,8 @@ from vllm.utils.numa_utils import get_auto_numa_nodes
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, claimed, format_cpus
-from sipipe.engine.compatibility import (
-    STOCK_WORKERS,
-    check_features,
-    check_kernels,
-    device_may_draw,
-    why_not_samplers,
-)
+from sipipe.engine import compatibility
+from sipipe.engine.compatibility import STOCK_WORKERS
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
 from sipipe.engine.kv_memory import share_kv_memory
 from sipipe.engine.layers.choose import choose_layers, describe_layers
@@ -54,11 +49,10 @@ PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
 
 @config_class(config={"arbitrary_types_allowed": True})
 class PipelineVllmConfig(VllmConfig):
-    """A VllmConfig whose engine keeps ``inflight`` microbatches in flight.
-
-    vLLM derives that number from the parallel configuration. And they stand on vLLM's second runner,
-    which vLLM does not take on CPUs without Triton; SiPipe has the kernels. The plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`).
-    """
+    """A VllmConfig whose engine keeps ``inflight`` microbatches in flight, where vLLM derives that number
+    from the parallel configuration, and on vLLM's second runner, which vLLM does not take on CPUs without
+    Triton; SiPipe has the kernels. The plugin (:mod:`sipipe.engine.plugin`) therefore has ``EngineArgs``
+    make this class."""
 
     replicas: int = 1
     """Engines of this host; vLLM has each one's process forget the others."""
@@ -74,7 +68,7 @@ class PipelineVllmConfig(VllmConfig):
         return True
 
     def _validate_v2_model_runner(self) -> None:
-        check_kernels(self)
+        compatibility.check_kernels(self)
         # Kernels are all that the second runner wants Triton for.
         with patch.object(sys.modules[VllmConfig.__module__], "HAS_TRITON", True):
             super()._validate_v2_model_runner()
@@ -205,9 +199,7 @@ class Setup:
     @property
     def rows(self) -> int:
         """Rows of logits of all microbatches in flight at most, but for a few that wait for room.
-
-        Drafts take the rows of requests that do not run; where few may run, each has its own.
-        """
+        Drafts take the rows of requests that do not run; where few may run, each has its own."""
         scheduler = self.vllm_config.scheduler_config
         sequences = int(scheduler.max_num_seqs)
         return max(sequences, min(sequences, self.slots) * (1 + self.drafts))
@@ -227,8 +219,8 @@ class Setup:
     def measures(self) -> bool:
         """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
         else can (docs/configuration.md)."""
-        asked = self.config.cpu_sampling
-        return not (self.reason or self.drafts) and asked == "auto" and device_may_draw()
+        auto = self.config.cpu_sampling == "auto" and not (self.reason or self.drafts)
+        return auto and compatibility.device_may_draw()
 
     @property
     def microbatch(self) -> int:
@@ -280,11 +272,9 @@ class Setup:
             yield
 
     def bind_scheduler(self) -> None:
-        """Bind this process to the scheduler's cores, if it is vLLM's own engine process.
-
-        Called once all other processes run: they would inherit the binding. An engine inside the
-        user's process is left alone.
-        """
+        """Bind this process to the scheduler's cores, if it is vLLM's own engine process. Called once
+        all other processes run: they would inherit the binding. An engine inside the user's process is
+        left alone."""
         cores = self.cores
         if cores.scheduler and not cores.shared and multiprocessing.parent_process() is not None:
             os.sched_setaffinity(0, cores.scheduler)
@@ -299,9 +289,9 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
             "this VllmConfig was made without SiPipe's plugin: have vLLM's EngineArgs make it, and "
             "name sipipe in VLLM_PLUGINS where that is set"
         )
-    check_features(vllm_config)
+    compatibility.check_features(vllm_config)
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    reason = why_not_samplers(vllm_config, config)
+    reason = compatibility.why_not_samplers(vllm_config, config)
     parallel = vllm_config.parallel_config
     check_hosts(config.hosts, node)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -368,11 +358,9 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
 
 
 def assign_devices(vllm_config: VllmConfig, devices: Sequence[int] | None) -> None:
-    """Tell vLLM the GPUs of this host's workers; None: as they are numbered.
-
-    It knows of no other hosts, and wants one for each worker of the engine; only those of this
-    host's are looked up, so the last one stands for the rest.
-    """
+    """Tell vLLM the GPUs of this host's workers; None: as they are numbered. It knows of no other
+    hosts, and wants one for each worker of the engine; only those of this host's are looked up, so the
+    last one stands for the rest."""
     parallel, ids = vllm_config.parallel_config, None
     if devices is not None:
         # vLLM wants numbers of the machine's GPUs, users count those that are visible.

@@ -50,8 +50,7 @@ class Spare:
 
     def keep(self) -> float:
         """Start one if it is due; returns the seconds until it is."""
-        left = self._due - time.monotonic()
-        if left > 0.0:
+        if (left := self._due - time.monotonic()) > 0.0:
             return left
         self._due = math.inf
         try:

@@ -135,11 +135,9 @@ def _of_this_host(setup: Setup) -> VllmConfig:
 
 
 def _preparation(name: str, spawned: bool) -> dict[str, Any]:
-    """What ``multiprocessing`` tells a spawned process, for the same effect.
-
-    The user's main module is imported again only where vLLM spawns: a script that vLLM may fork
-    needs no ``if __name__ == "__main__"``, and would start a second engine.
-    """
+    """What ``multiprocessing`` tells a spawned process, for the same effect. The user's main module is
+    imported again only where vLLM spawns: a script that vLLM may fork needs no ``if __name__ ==
+    "__main__"``, and would start a second engine."""
     data = spawn.get_preparation_data(name)
     data["authkey"] = bytes(data["authkey"])  # pickles only inside of Process.start() otherwise
     if not spawned:

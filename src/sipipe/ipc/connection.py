@@ -57,11 +57,8 @@ _REFUSALS = 3
 """Once may be a peer that is just ending."""
 _NEVER_MS = 24 * 3600 * 1000
 _USER = "sipipe"
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_STRANGE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED = _STRANGE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _FAILED = _REFUSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
 _EVENTS = _OPENED | _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
@@ -191,8 +188,7 @@ class Connection:
                     raise self.died()
                 with suppress(zmq.Again):
                     if self._met:  # before, who receives could not answer
-                        parts = frames.receive(self._socket, place)
-                        if parts is None:
+                        if (parts := frames.receive(self._socket, place)) is None:
                             raise TransferMismatchError(
                                 f"{self.who} sent another size than it announced"
                             )
@@ -305,7 +301,7 @@ class Connection:
                 self._meet(opened)
             elif self._listener is not None:
                 opened.pop(value if event == zmq.EVENT_DISCONNECTED else -1, None)
-                if event & (_REFUSED ^ zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                if event & _STRANGE:
                     self._refuse()
             elif refusals < _REFUSALS:
                 now = time.monotonic()

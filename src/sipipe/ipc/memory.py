@@ -95,8 +95,7 @@ class SharedMemory:
 
 def check_room(size: int, what: str) -> None:
     """Raise ResourceError if ``what`` needs more than :func:`free_bytes`: ``size`` bytes."""
-    room = free_bytes()
-    if size > room:
+    if size > (room := free_bytes()):
         raise ResourceError(
             f"memory has {room / 2**20:,.1f} MiB free, too little for {what}: lower "
             "--max-num-seqs, --max-num-batched-tokens or --inflight"

@@ -46,8 +46,7 @@ def read_secret() -> bytes:
             raise ConfigError(f"{SECRET_FILE}: {path} cannot be read ({error.strerror})") from None
         if mode & 0o077:
             raise ConfigError(f"{SECRET_FILE}: others can read {path}: chmod 600 {path}")
-    secret = secret.strip()
-    if not secret:
+    if not (secret := secret.strip()):
         raise ConfigError(
             f"several hosts need a secret: set {SECRET} or {SECRET_FILE} to the same value on "
             "each (openssl rand -hex 32 makes one)"

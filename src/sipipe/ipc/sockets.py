@@ -72,9 +72,9 @@ def remove_dead() -> None:
 def open_own(
     path: str | os.PathLike[str], flags: int = os.O_RDWR, directory: int | None = None
 ) -> int:
-    """A descriptor, close-on-exec, of what another process of this user has made. Never waits, as
-    opening a pipe would, and opens nothing of another user's, as root could. ``directory``: where a
-    relative ``path`` begins. Raises OSError: there is no such file, or (PermissionError) it is another user's."""
+    """A descriptor, close-on-exec, of what another process of this user has made. Never waits, as opening a
+    pipe would, and opens nothing of another user's, as root could. ``directory``: where a relative ``path``
+    begins. Raises OSError: there is no such file, or (PermissionError) it is another user's."""
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     descriptor = os.open(path, flags, dir_fd=directory)
     if os.fstat(descriptor).st_uid != os.geteuid():

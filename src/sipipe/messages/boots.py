@@ -77,7 +77,7 @@ class ProjectionOffer:
     """A last stage's rank's rows of the output projection, for other stages to take theirs."""
 
     memory: Any
-    """Endpoint of the shared memory. The rows [tokens, hidden] from its second page on, in the model's dtype."""
+    """Endpoint of the shared memory: rows [tokens, hidden] from its second page on, in the model's dtype."""
     columns: tuple[int, int]
     """The first of the tokens, and the one behind the last."""
     hidden: int

@@ -89,9 +89,8 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(
                 f"thinking_token_budget must be >= 0 or None, got {self.thinking_token_budget}"
             )
-        for word in self.bad_words_token_ids or ():
-            if not word:
-                raise ValueError("bad_words_token_ids must not hold an empty sequence")
+        if not all(self.bad_words_token_ids or ()):
+            raise ValueError("bad_words_token_ids must not hold an empty sequence")
         bias = self.logit_bias or {}
         if isinstance(bias, tuple):
             if 2 * len(bias[0]) != len(bias[1]) or len(bias[0]) % 4:
@@ -128,8 +127,7 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         lacks keep their defaults, long lists become bytes. Ask `unsupported` first."""
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
-            value = getattr(source, field.name, None)
-            if value is None:
+            if (value := getattr(source, field.name, None)) is None:
                 continue
             if field.name == "all_stop_token_ids":
                 value = sorted(value)

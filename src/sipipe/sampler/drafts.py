@@ -83,8 +83,7 @@ class NGrams(NoDrafts):
         self._take(one, tokens)
 
     def leave(self, handle: int) -> None:
-        one = self._index.pop(handle, None)
-        if one is not None:
+        if (one := self._index.pop(handle, None)) is not None:
             self._give_back(one)
             self._free.append(one)
 
@@ -118,8 +117,7 @@ class NGrams(NoDrafts):
     def _take(self, one: int, tokens: Tokens) -> None:
         """A part with as many places again, filled and indexed."""
         room = max(_SMALLEST, 1 << (tokens.size + 2 * self._most + 2).bit_length())
-        free = self._free_parts.get(room)
-        if free:
+        if free := self._free_parts.get(room):
             start = free.pop()
         else:
             start, self._end = self._end, self._end + room
@@ -163,10 +161,8 @@ class _Suffix:
 
 
 class Suffixes(NoDrafts):
-    """By Arctic Inference: a tree of each sequence, and one of what came for all of this sampler.
-
-    The library says how often a continuation came; how often it was right is learnt beside that.
-    """
+    """By Arctic Inference: a tree of each sequence, and one of what came for all of this sampler. The
+    library says how often a continuation came; how often it was right is learnt beside that."""
 
     def __init__(self, settings: SuffixSettings) -> None:
         # Only here: the library is there where the method is asked for.

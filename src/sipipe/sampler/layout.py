@@ -15,8 +15,7 @@ def read_rows(
     """``(flat, starts)``: ``flat[starts[i]:]`` are the logits of ``rows[i]``. ``logits``: [B, V'],
     V' of ``vocab_size`` or more; float32, float16, bfloat16 or its bits as uint16. Raises
     ValueError or TypeError naming what does not fit."""
-    stored = _as_stored(logits)
-    if stored.ndim != 2:
+    if (stored := _as_stored(logits)).ndim != 2:
         raise ValueError(f"logits must have 2 dimensions, got {stored.ndim}")
     batch, width = stored.shape
     if width < vocab_size:
@@ -45,13 +44,9 @@ def _flat(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The memory from an array's first element to its last, as one dimension."""
     if array.flags.c_contiguous:
         return writeable(array.reshape(-1))
-    strides = array.strides
-    size = 1 + sum(
-        (length - 1) * stride // array.itemsize
-        for length, stride in zip(array.shape, strides, strict=True)
-    )
-    flat = np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
-    return writeable(flat)
+    steps = zip(array.shape, array.strides, strict=True)
+    size = 1 + sum((length - 1) * stride // array.itemsize for length, stride in steps)
+    return writeable(np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,)))
 
 
 def writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -154,11 +154,9 @@ class Sampler:
         for added in step.added:
             if added.sampler == self._index:
                 self._add(added)
-        sent = zip(
-            int32_view(step.appended).tolist(), int32_view(step.tokens).tolist(), strict=True
-        )
-        mine = [(handle, token) for handle, token in sent if handle in columns]
-        if mine:
+        appended, accepted = int32_view(step.appended), int32_view(step.tokens)
+        sent = zip(appended.tolist(), accepted.tolist(), strict=True)
+        if mine := [(handle, token) for handle, token in sent if handle in columns]:
             handles, tokens = [handle for handle, _ in mine], [token for _, token in mine]
             columns.append(handles, tokens)
             self._drafter.append(handles, tokens)
@@ -259,9 +257,7 @@ class Sampler:
         self._tokens.send(iteration, encode(sampled), more=more)
 
     def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:
-        self._recorder.record(
-            phase, step.iteration, self._slot, start, end, batch=rows, tokens=rows
-        )
+        self._recorder.record(phase, step.iteration, self._slot, start, end, rows, rows)
 
     def _logits_of(self, iteration: int) -> ReceivedLogits | None:
         """The entry of ``iteration``; None if BIC-L began later for this sampler."""

@@ -71,8 +71,7 @@ class ThinkingBudget:
 
     def _change(self, *, thinking: bool) -> None:
         self.thinking = thinking
-        self._count = 0
-        self._forced = 0
+        self._count = self._forced = 0
         self._tail.clear()
 
 

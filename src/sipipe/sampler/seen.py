@@ -62,8 +62,7 @@ class SeenTables:
         """Free the table of ``request``, if it has one."""
         if self.tables.room[request]:
             self._free_index(int(self.tables.first[request]), int(self.tables.room[request]))
-            self.tables.room[request] = 0
-            self.tables.used[request] = 0
+            self.tables.room[request] = self.tables.used[request] = 0
 
     def append(
         self,
@@ -90,12 +89,10 @@ class SeenTables:
             self._enlarge(request)
 
     def _take(self, request: int, room: int) -> None:
-        free = self._free.get(room)
-        if free:
+        if free := self._free.get(room):
             first = free.pop()
         else:
-            first = self._end
-            self._end += room
+            first, self._end = self._end, self._end + room
             if self._end > self.tables.index.size:
                 self._grow(max(self._end, 2 * self.tables.index.size))
         self.tables.first[request] = first

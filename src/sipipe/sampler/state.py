@@ -69,8 +69,7 @@ class SequenceColumns:
         ``thinking_token_budget`` has no effect. ``work``: of `make_work`, by one thread at a time."""
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
-        modes = get_args(LogprobsMode)
-        if logprobs_mode not in modes:
+        if logprobs_mode not in (modes := get_args(LogprobsMode)):
             raise ValueError(f"logprobs_mode must be one of {', '.join(modes)}: {logprobs_mode}")
         self._vocab_size = vocab_size
         processed, logits = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logits")
@@ -168,12 +167,10 @@ class SequenceColumns:
         bitmask: npt.NDArray[np.int32] | None = None,
         bitmask_rows: Tokens | None = None,
     ) -> SampleResult:
-        """Draw one token for each of ``handles``; nothing is appended.
-
-        ``logits``: [B, V'], V' >= vocab_size; float32, float16, or bfloat16 as uint16 bits, never
-        written to. ``rows[i]`` is the row of ``handles[i]``, by default i. ``bitmask``: int32 [m, >= ceil(vocab_size / 32)], bit set: token allowed, of
-        row ``bitmask_rows[i]`` for ``handles[i]``, -1 for none (by default row i).
-        """
+        """Draw one token for each of ``handles``; nothing is appended. ``logits``: [B, V'], V' >=
+        vocab_size; float32, float16, or bfloat16 as uint16 bits, never written to. ``rows[i]`` is the row
+        of ``handles[i]``, by default i. ``bitmask``: int32 [m, >= ceil(vocab_size / 32)], bit set: token
+        allowed, of row ``bitmask_rows[i]`` for ``handles[i]``, -1 for none (by default row i)."""
         return self.prepare(handles, rows, bitmask=bitmask, bitmask_rows=bitmask_rows)(logits)
 
     def prepare(

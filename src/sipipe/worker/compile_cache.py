@@ -12,12 +12,9 @@ from vllm.config import VllmConfig
 
 
 def use_compiled(config: VllmConfig) -> None:
-    """From now on this process loads what was compiled for this model, these processor features
-    and as many threads.
-
-    Call once its threads are set. Compiled code has both built in, and torch compares neither, so
-    they become a part of the configuration, from which vLLM names the file.
-    """
+    """From now on this process loads what was compiled for this model, these processor features and as
+    many threads. Call once its threads are set. Compiled code has both built in, and torch compares
+    neither, so they become a part of the configuration, from which vLLM names the file."""
     built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     config.additional_config = {**config.additional_config, "compiled_for": built_for}
     torch.compiler.load_compiled_function = _finished(torch.compiler.load_compiled_function)

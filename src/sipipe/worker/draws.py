@@ -38,9 +38,7 @@ Rows = npt.NDArray[np.int64]
 @contextmanager
 def stand_ins(*, own_sampler: bool) -> Iterator[None]:
     """While active, a second runner that vLLM makes or loads takes our parts for its own.
-
-    ``own_sampler``: it has vLLM's sampler of that runner, and custom logits processors of its kind.
-    """
+    ``own_sampler``: it has vLLM's sampler of that runner, and custom logits processors of its kind."""
     with patch.object(model_runner, "PPHandler", TokenFeedback):
         if own_sampler:
             yield
@@ -276,8 +274,8 @@ class LastRows(NothingDrawn):
     def _logits(
         self, hidden: torch.Tensor, batch: Any, rows: Rows, launched: Launched, *, alone: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Logits of ``rows`` of those that the batch could have, and these on the device; None: all, in order.
-        ``alone``: all go to the samplers."""
+        """Logits of ``rows`` of those that the batch could have, and these on the device; None: all,
+        in order. ``alone``: all go to the samplers."""
 
         def project(chosen: torch.Tensor) -> torch.Tensor | None:
             into = self._ahead(launched.iteration, len(chosen), chosen) if alone else None
@@ -299,21 +297,16 @@ class LastRows(NothingDrawn):
         """Rows of logits of ``batch`` that tokens are drawn from, in the order of
         ``num_scheduled_tokens``: first the samplers', then those drawn here, which have no drafts.
         And how many of the former."""
-        rows = inputs.logits_rows
-        if rows is None:  # vLLM has prepared, and sorted
+        if (rows := inputs.logits_rows) is None:  # vLLM has prepared, and sorted
             rows = sampling_rows(inputs.output, batch)
-        if self._draw is _never:
-            return rows, len(rows)
-        here = self._on_device[batch.idx_mapping_np[rows]]
-        if not here.any():
+        if self._draw is _never or not (here := self._on_device[batch.idx_mapping_np[rows]]).any():
             return rows, len(rows)
         return np.concatenate((rows[~here], rows[here])), len(rows) - int(here.sum())
 
 
 def sampling_rows(output: SchedulerOutput, batch: Any) -> Rows:
     """Rows of ``batch`` whose requests get a token, in the order of ``output``."""
-    samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-    samples = samples >= batch.prefill_len_np
+    samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
     place = {req_id: row for row, req_id in enumerate(batch.req_ids)}
     scheduled = map(place.__getitem__, output.num_scheduled_tokens)
     order = np.fromiter(scheduled, np.int64, len(place))

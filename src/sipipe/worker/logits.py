@@ -171,10 +171,9 @@ class LogitsHandover:
 
     def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(region)
-        if tensor.dtype in (torch.uint16, torch.int16):
-            # bfloat16 has no NumPy type: its bits travel.
-            return tensor.view(torch.bfloat16)
-        return tensor
+        # bfloat16 has no NumPy type: its bits travel.
+        bits = tensor.dtype in (torch.uint16, torch.int16)
+        return tensor.view(torch.bfloat16) if bits else tensor
 
     def close(self) -> None:
         """Readers get what was stored, then the end of the channel."""
@@ -200,8 +199,7 @@ class _AllocatedIn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        into = self._into
+        into, kwargs = self._into, kwargs or {}
         if (
             func is torch.empty
             and into is not None

@@ -14,16 +14,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.cores import bind_threads
 from sipipe.ipc.ring.logits import LogitsEndpoint
+from sipipe.messages import calls
 from sipipe.messages.boots import WorkerBoot
-from sipipe.messages.calls import (
-    Describe,
-    Measure,
-    OpenChannels,
-    Request,
-    Settle,
-    TakeProjection,
-    TimeParts,
-)
 from sipipe.messages.link import LinkEndpoint
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.links import Links
@@ -58,20 +50,20 @@ class StageLoop:
 
     # ---- control calls --------------------------------------------------------------------------
 
-    def answer(self, request: Request[Any]) -> Any:
+    def answer(self, request: calls.Request[Any]) -> Any:
         """What the engine asked."""
         match request:
-            case Describe():
+            case calls.Describe():
                 return self._loaded.describe()
-            case TimeParts(sequences=sequences):
+            case calls.TimeParts(sequences=sequences):
                 return self._loaded.time_parts(sequences)
-            case TakeProjection(offers=offers, bounds=bounds):
+            case calls.TakeProjection(offers=offers, bounds=bounds):
                 return self._loaded.sharing.take(offers, bounds)
-            case OpenChannels(links=links, logits=logits, finals=finals):
+            case calls.OpenChannels(links=links, logits=logits, finals=finals):
                 return self.open(links=links, logits=logits, finals=finals)
-            case Measure(sequences=sequences):
+            case calls.Measure(sequences=sequences):
                 return self._loaded.measure(sequences)
-            case Settle(draws=draws):
+            case calls.Settle(draws=draws):
                 return self._settle(draws)
         raise AssertionError(f"nobody answers {request}")
 
@@ -82,7 +74,7 @@ class StageLoop:
         logits: LogitsEndpoint | None,
         finals: Sequence[LinkEndpoint] = (),
     ) -> None:
-        """What :class:`OpenChannels` asks."""
+        """What :class:`.calls.OpenChannels` asks."""
         around = self._around
         if around.boot.cpus:  # not before: compilers and warm-up may take all cores
             bind_threads(around.boot.cpus)

@@ -62,11 +62,8 @@ def measure_stage(
     if logits is None or columns is None:
         return measured
     target = logits.part(0, sequences)
-
-    def copy() -> None:
-        device.wait(device.fetch(columns, target, device.mark()))
-
-    return dataclasses.replace(measured, copy=seconds(device, copy), copied=columns.nbytes)
+    copy = seconds(device, lambda: device.wait(device.fetch(columns, target, device.mark())))
+    return dataclasses.replace(measured, copy=copy, copied=columns.nbytes)
 
 
 def _draw(

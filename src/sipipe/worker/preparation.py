@@ -151,10 +151,10 @@ class SiPipePrepares(VllmPrepares):
         each = self._runner.lora_state.lora_ids[rows].repeat(np.diff(first))
         return tuple(each), *others
 
-    def _prepare_inputs(self, _: Any, __: Any, desc: Any, *___: Any) -> InputBatch:
+    def _prepare_inputs(self, _output: Any, _state: Any, batch_desc: Any, *_: Any) -> InputBatch:
         inputs, batch = self._inputs, self._inputs.batch
         count, used = inputs.num_reqs, inputs.num_tokens
-        requests, tokens = desc.num_reqs or count, max(used, desc.num_tokens)
+        requests, tokens = batch_desc.num_reqs or count, max(used, batch_desc.num_tokens)
         if batch is None or (requests, tokens) != (count, used):
             batch = self._batch(inputs, self._placement.place(inputs, requests, tokens))
         return batch

@@ -44,12 +44,6 @@ def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
     )
 
 
-def _kv_output(output: Any) -> Any:
-    """The connector's part of what vLLM's runner returned."""
-    output = getattr(output, "model_runner_output", output)
-    return getattr(output, "kv_connector_output", None)
-
-
 SETS = 2
 """Of input buffers: one is prepared while the device reads the other."""
 
@@ -139,7 +133,8 @@ class SampledStage(ClosedStage):
                 launched.output = self._draws.finish(self._around.worker, inputs, output)
             else:  # blocks of the KV cache alone come or go
                 launched.output, launched.reports = output, False
-            launched.kv = launched.kv or _kv_output(launched.output)
+            returned = getattr(launched.output, "model_runner_output", launched.output)
+            launched.kv = launched.kv or getattr(returned, "kv_connector_output", None)
             self._draws.end()
         launched.last = self._device.mark()
         self._publisher.put(launched)

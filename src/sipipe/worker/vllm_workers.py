@@ -1,9 +1,9 @@
 """SiPipe's worker classes: vLLM's own, in a world of their stage.
 
-They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in
-what stands for parts of its second runner (:mod:`sipipe.worker.draws`). And in one repair: the CPU worker skips its warm-up in eager
-mode, and with it the allocation of the buffer that receives hidden states, which makes stock
-``--enforce-eager`` with pipeline stages fail at the first step.
+They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in what
+stands for parts of its second runner (:mod:`sipipe.worker.draws`). And in one repair: the CPU worker
+skips its warm-up in eager mode, and with it the allocation of the buffer that receives hidden states,
+which makes stock ``--enforce-eager`` with pipeline stages fail at the first step.
 """
 
 from __future__ import annotations

@@ -173,8 +173,7 @@ def keep_caches_apart(place: StagePlace) -> None:
     """Before vLLM tunes its kernels: have each stage keep what it found in a directory of its own.
     vLLM names the file by the rank in the world, which here is that of one stage: all stages would
     share one, and the next start load another stage's."""
-    directory = envs.VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR
-    if directory is None:
+    if (directory := envs.VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR) is None:
         try:
             made_by = version("flashinfer-python")
         except PackageNotFoundError:

@@ -170,9 +170,7 @@ def _shortest(costs: list[float], projection: float, p: int, most: int) -> tuple
     """The cut with the shortest slowest stage, none of more than ``most`` layers; of equal ones the
     most even."""
     total = len(costs)
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
+    before = [0.0, *itertools.accumulate(costs)]
 
     @functools.cache
     def best(first: int, stages: int) -> tuple[float, int, tuple[int, ...]]:

@@ -87,8 +87,7 @@ class _Fields:
     ) -> int:
         """The first of ``names`` that is present; a placeholder of 1 once it is noted missing."""
         for name in names:
-            value = self.config.get(name)
-            if value is None:
+            if (value := self.config.get(name)) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(
@@ -188,8 +187,7 @@ def _mixture(
     every = fields.optional("moe_layer_freq")
     step = every or fields.optional("decoder_sparse_step") or 1
     offset = 0 if every else 1  # Qwen counts layers from 1
-    listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list):
+    if not isinstance(listed := config.get("mlp_only_layers") or [], list):
         raise ConfigError(f"MODEL: {fields.source}: mlp_only_layers must be a list")
     dense = {layer for layer in listed if isinstance(layer, int)}
     every_step = (layer for layer in range(first, layers) if (layer + offset) % step == 0)
@@ -209,11 +207,9 @@ def _weight_bits(
     """Bits per weight, the columns of one quantization block, and the width of the products."""
     if override is not None:
         return override, 1, 8 if override == 8 else 16
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, Mapping):
+    if not isinstance(quantization := config.get("quantization_config"), Mapping):
         return 8.0 * activation, 1, 16
-    method = str(quantization.get("quant_method", ""))
-    if method == "modelopt":
+    if (method := str(quantization.get("quant_method", ""))) == "modelopt":
         method = str(quantization.get("quant_algo", "")).lower()
     sizes = quantization.get("weight_block_size")
     block = sizes[0] if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) else 1

@@ -33,8 +33,7 @@ class Buffers:
     def views(self, schema: TensorSchema, buffer: int, num_tokens: int) -> dict[str, torch.Tensor]:
         """The tensors of a frame, in place; the dictionary is remembered and not to be changed."""
         key = (schema.fingerprint, buffer, num_tokens)
-        views = self._views.get(key)
-        if views is None:
+        if (views := self._views.get(key)) is None:
             if len(self._views) == _REMEMBERED:
                 self._views.clear()
             frame, start = schema.at(num_tokens), buffer * self._size

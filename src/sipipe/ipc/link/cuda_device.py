@@ -51,8 +51,7 @@ class CudaDriver:
         self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        error = getattr(self._driver, name)(*arguments)
-        if error:
+        if error := getattr(self._driver, name)(*arguments):
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(error, ctypes.byref(text))
             raise ResourceError(

@@ -125,8 +125,7 @@ class CudaIpcSending(ShmSending):
     def interrupt(self) -> None:
         self._closed = True
         super().interrupt()
-        talk = self._talk
-        if talk is not None:
+        if (talk := self._talk) is not None:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 talk.shutdown(socket.SHUT_RDWR)
 

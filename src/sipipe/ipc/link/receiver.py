@@ -86,8 +86,7 @@ class Receiver:
     ) -> tuple[Header, dict[str, torch.Tensor]]:
         """The next frame, which is to be of ``iteration``, in place."""
         try:
-            header = self._transport.receive(bound)
-            if header is not None:
+            if (header := self._transport.receive(bound)) is not None:
                 self._verify(header, iteration, num_tokens)
                 self._taken += 1
                 return header, self._transport.tensors(header)

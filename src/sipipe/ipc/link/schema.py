@@ -106,8 +106,7 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     def at(self, num_tokens: int) -> FrameShape:
         """Shapes and sizes for ``num_tokens`` tokens, remembered."""
-        frame = self._shapes.get(num_tokens)
-        if frame is None:
+        if (frame := self._shapes.get(num_tokens)) is None:
             if len(self._shapes) == _REMEMBERED:
                 self._shapes.clear()
             expected, sizes = [], []
@@ -115,8 +114,7 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 shape = tuple(num_tokens if size == TOKENS else size for size in spec.shape)
                 expected.append((spec.key, getattr(torch, spec.dtype), shape))
                 sizes.append(math.prod(shape) * spec.itemsize)
-            frame = FrameShape(tuple(sizes), sum(sizes), tuple(expected))
-            self._shapes[num_tokens] = frame
+            frame = self._shapes[num_tokens] = FrameShape(tuple(sizes), sum(sizes), tuple(expected))
         return frame
 
     def pieces(

@@ -67,8 +67,7 @@ class Sender:
         self._completed = 0  # written by send() while both are equal, else by our thread
         self._error: Exception | None = None
         self._closed = False
-        # wait: held while a buffer is awaited; `close`, the other one who takes it, has ended
-        # that
+        # wait: held while a buffer is awaited; `close`, the other one who takes it, has ended that
         self._sending = threading.Lock()
         self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -104,10 +103,9 @@ class Sender:
             if self._closed or self._error is not None:
                 self._check()
             assert iteration > self._last_iteration, (iteration, self._last_iteration)
-            schema, parts = self._schema, None
+            schema, parts, new = self._schema, None, False
             if schema is not None:
                 parts = schema.parts(tensors, num_tokens)
-            new = False
             if schema is None or parts is None:
                 schema, parts = self._other_schema(tensors, num_tokens)
                 new = schema.fingerprint not in self._schemas
@@ -200,19 +198,16 @@ class Sender:
         self, tensors: Mapping[str, torch.Tensor], num_tokens: int
     ) -> tuple[TensorSchema, list[torch.Tensor]]:
         for schema in self._schemas.values():
-            parts = schema.parts(tensors, num_tokens)
-            if parts is not None:
+            if (parts := schema.parts(tensors, num_tokens)) is not None:
                 return schema, parts
         return TensorSchema.capture(tensors, num_tokens), list(tensors.values())
 
     # -- either thread ---------------------------------------------------------------------------
 
     def _released(self, frame: int, bound: float) -> bool:
-        """Whether the receiver has released ``frame``, or does before it releases nothing for
-        ``bound`` seconds; True if there is no such frame.
-
-        One thread reads releases at a time; the other hears of them from it, and reads next.
-        """
+        """Whether the receiver has released ``frame``, or does before it releases nothing for ``bound``
+        seconds; True if there is no such frame. One thread reads releases at a time; the other hears of
+        them from it, and reads next."""
         buffer, before = frame % self._depth, frame // self._depth
         if self._given_back[buffer] > before:
             return True

@@ -108,8 +108,7 @@ class ShmSending:
             self._make_room(self._size * self._endpoint.depth)
 
     def _make_room(self, total: int) -> None:
-        endpoint = self._endpoint
-        descriptor = -1
+        endpoint, descriptor = self._endpoint, -1
         try:
             descriptor = os.memfd_create("sipipe-link", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, total)
@@ -187,8 +186,7 @@ class ShmReceiving:
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            size = self._connection.receive(self._packet, left)
-            if size is None:
+            if (size := self._connection.receive(self._packet, left)) is None:
                 return None
             header = unpack(self._view[: max(size, HEADER_BYTES)])
             if header.kind == Kind.DATA:
@@ -206,8 +204,7 @@ class ShmReceiving:
 
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:
         """The frame's tensors, complete and in place; the dictionary is not to be changed."""
-        schema = self.schema(header)
-        if schema is None or self._buffers is None:
+        if (schema := self.schema(header)) is None or self._buffers is None:
             raise TransferMismatchError(
                 f"{self._endpoint.describe()}: iteration {header.iteration} has a tensor schema "
                 "that was never announced"

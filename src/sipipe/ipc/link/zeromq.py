@@ -37,8 +37,7 @@ class _Packets:
         self.interrupt, self.close = connection.interrupt, connection.close
 
     def receive(self, packet: bytearray, timeout: float) -> int | None:
-        parts = self._connection.receive(timeout, self._place)
-        if parts is None:
+        if (parts := self._connection.receive(timeout, self._place)) is None:
             return None
         packet[: len(parts[0])] = parts[0]
         return len(parts[0])

@@ -24,8 +24,7 @@ class RingReader:
         self._views = [view.toreadonly() for view in ring.views]
         self.use = -1
         self.view = self._views[0]
-        self._again = False
-        self._holds_previous = False
+        self._again = self._holds_previous = False
         try:
             self._attach()
         except BaseException:
@@ -34,8 +33,7 @@ class RingReader:
 
     def _attach(self) -> None:
         ring = self.ring
-        found = [k for k, name in ring.readers() if name == self._name]
-        if not found:
+        if not (found := [k for k, name in ring.readers() if name == self._name]):
             raise ChannelError(
                 f"channel {ring.channel}: no reader {self._name!r} is declared "
                 f"(declared: {', '.join(name for _, name in ring.readers()) or 'none'})"
@@ -46,8 +44,7 @@ class RingReader:
             raise ChannelError(
                 f"channel {ring.channel}: reader {self._name!r} is attached by another process"
             )
-        start = self._words[base + at.R_START]
-        if start >= 0:
+        if (start := self._words[base + at.R_START]) >= 0:
             taken = self._try_lock(start - 1)
             assert taken, "a declared reader was overtaken"
             self.next = start

@@ -13,11 +13,8 @@ FIRST_PAUSE = 50e-6
 
 
 class RingWriter:
-    """One rank's writer.
-
-    Invariant: the exclusive lock of entry ``next % N`` is held from construction to close; that of
-    ``(next + 1) % N`` while ``_claimed``.
-    """
+    """One rank's writer. Invariant: the exclusive lock of entry ``next % N`` is held from construction
+    to close; that of ``(next + 1) % N`` while ``_claimed``."""
 
     def __init__(self, ring: Ring, rank: int = 0) -> None:
         """Raises ChannelError when the rank has a writer already."""

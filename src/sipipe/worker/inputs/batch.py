@@ -10,10 +10,8 @@ first, then by their number of tokens, otherwise as in ``SchedulerOutput.num_sch
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
+from sipipe.worker.inputs.kernels import Int32, Int64
 
 
 class SlotBatch:

@@ -81,15 +81,8 @@ class Buffer:
 
 
 class InputBuffers:
-    """One set.
-
-    Args:
-        tokens: most tokens a batch can have, T.
-        requests: most requests a batch can have, B.
-        logits: most rows of logits, L: with drafts more than requests.
-        widths: columns of the block table of each KV cache group, W; there are G of them.
-        pinned: whether a device other than the host copies from here.
-    """
+    """One set; sizes and ``pinned`` as :class:`Packed` has them, L being more than B with drafts.
+    ``widths``: columns of the block table of each KV cache group, W; there are G of them."""
 
     def __init__(
         self, tokens: int, requests: int, logits: int, widths: Sequence[int], pinned: bool = False

@@ -42,11 +42,8 @@ def lay_out(
 
     Returns how many tokens there are, and the largest number of one request.
     """
-    start = 0
-    longest = 0
-    logits = 0
-    query_start_loc[0] = 0
-    first_logits[0] = 0
+    start = longest = logits = 0
+    query_start_loc[0] = first_logits[0] = 0
     for row in range(num_computed_tokens.shape[0]):
         first = num_computed_tokens[row]
         count = num_scheduled_tokens[row]
@@ -100,9 +97,7 @@ def gather_blocks(
         count = block_counts[source]
         first = num_computed_tokens[row]
         last = first + num_scheduled_tokens[row]
-        unseen = 0
-        if window:
-            unseen = min(max(first - window, 0) // block_size, count)
+        unseen = min(max(first - window, 0) // block_size, count) if window else 0
         for j in range(unseen):
             block_table[row, j] = 0
         for j in range(unseen, count):
@@ -147,8 +142,7 @@ def find_prefills(
     Returns how many requests sample, how many are in their prefill, and whether all of those run as
     decodes.
     """
-    samples = 0
-    prefilling = 0
+    samples = prefilling = 0
     as_decodes = True
     for row in range(rows.shape[0]):
         source = rows[row]

@@ -1,8 +1,8 @@
 """Where a prepared batch is when the model reads it: in the set itself, or copied from there.
 
-Who runs here: the device thread, but for :meth:`Placement.wait_free` and :meth:`Placement.ahead`,
-which are the preparing thread's. Guarantee: a set is not written while anything reads it (:mod:`sipipe.worker.double_buffer`
-says when it was taken; here is whether the copies that were launched then are done).
+Who runs here: the device thread; in :meth:`Placement.wait_free` and :meth:`Placement.ahead` the
+preparing thread. Guarantee: a set is not written while anything reads it (when it was taken, says
+:mod:`sipipe.worker.double_buffer`; here is whether the copies that were launched then are done).
 """
 
 from __future__ import annotations

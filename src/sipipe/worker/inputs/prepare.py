@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sipipe.worker.inputs import kernels
-from sipipe.worker.inputs.batch import Int32, Int64, SlotBatch, batch_order, scheduling_order
+from sipipe.worker.inputs.batch import SlotBatch, batch_order, scheduling_order
 from sipipe.worker.inputs.buffers import InputBuffers
+from sipipe.worker.inputs.kernels import Int32, Int64
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import CacheGroup
 from sipipe.worker.inputs.request_state import RequestStates
@@ -86,8 +87,7 @@ class InputPreparer:
 
     def _take_blocks(self, cached: CachedRequestData, rows: Sequence[int] | Int64) -> None:
         """Add the blocks that ``cached`` brings."""
-        grown = [place for place, ids in enumerate(cached.new_block_ids) if ids is not None]
-        if grown:
+        if grown := [place for place, ids in enumerate(cached.new_block_ids) if ids is not None]:
             self.states.append_blocks(
                 [int(rows[place]) for place in grown],
                 [cached.new_block_ids[place] for place in grown],
@@ -140,8 +140,7 @@ class InputPreparer:
             target.num_drafts.np[:count] = [len(drafts.get(req_id, ())) for req_id in amounts]
             needed, room = count + sum(map(len, drafts.values())), len(target.logits_indices.np)
             assert needed <= room, f"{needed} rows of logits, of {room} at most"
-        places = batch_order(scheduled)
-        if places is not None:
+        if (places := batch_order(scheduled)) is not None:
             order = places if order is None else order[places]
             scheduled[:] = scheduled[places]
             target.num_drafts.np[:count] = target.num_drafts.np[places]

@@ -45,14 +45,10 @@ class RequestStates:
         self._free = list(free)
 
     def add(self, req_id: str, prefill: Sequence[int]) -> int:
-        """Give a new request a row, without blocks; ``prefill`` are its token ids, kept as they are.
-
-        A request of that name which is still known is replaced, in its row. Returns the row.
-        """
-        row = self.index.get(req_id)
-        if row is None:
-            row = self._free.pop()
-            self.index[req_id] = row
+        """Give a new request a row, without blocks; ``prefill`` are its token ids, kept as they are. A
+        request of that name which is still known is replaced, in its row. Returns the row."""
+        if (row := self.index.get(req_id)) is None:
+            row = self.index[req_id] = self._free.pop()
         self.prefills[row] = prefill
         self.prefill_lens[row] = len(prefill)
         self.decoding[row] = False
