@@ -184,12 +184,14 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     assert "sipipe: stage 0: core 0" in out
 
 
-@pytest.mark.parametrize("option", ["--enable-prefix-caching", "--no-enable-prefix-caching"])
+@pytest.mark.parametrize(
+    "option", ["--enable-prefix-caching", "--no-enable-prefix-caching", "--enable_prefix_caching"]
+)
 def test_prefixes_are_cached_where_that_is_asked_for(started, option):
     """Else each way of sampling would find the prompts of the one before."""
     bench.main(["m", "--pp", "2", "--rows", "sipipe,stock", option])
     for _, job in started:
-        assert [word for word in job["command"] if "prefix-caching" in word] == [option]
+        assert [word for word in job["command"] if "prefix" in word] == [option]
 
 
 def test_a_row_that_refuses_an_option_does_not_cost_the_others(started, monkeypatch, capsys):
@@ -209,6 +211,9 @@ def test_a_row_that_refuses_an_option_does_not_cost_the_others(started, monkeypa
     assert "sipipe-one" in said.out
     with pytest.raises(ConfigError, match="no such option"):
         bench.main(["m", "--pp", "2", "--rows", "stock,sipipe"])
+    started.clear()
+    bench.main(["m", "--pp", "2", "--rows", "sipipe-one", "--cores", "off"])
+    assert all("--cores=off" in job["command"] for _, job in started)
 
 
 def test_answers_may_end_where_the_model_ends_them(started):
@@ -407,9 +412,8 @@ def _chosen(monkeypatch, argv, gpus=()):
     return rest
 
 
-@pytest.mark.parametrize("option", ["--pp", "-pp", "--pipeline-parallel-size"])
-def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(monkeypatch, capsys, option):
-    rest = _chosen(monkeypatch, ["qwen3-0.6b", option, "auto", "--port", "80"])
+def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(monkeypatch, capsys):
+    rest = _chosen(monkeypatch, ["--restart", "qwen3-0.6b", "--pp", "auto", "--port", "80"])
     assert rest[:3] == ["qwen3-0.6b", "--port", "80"]
     told = capsys.readouterr().err
     (stages,) = (rest[at + 1] for at, word in enumerate(rest) if word == "-pp")
@@ -428,6 +432,33 @@ def test_pp_auto_on_gpus_has_all_of_them(monkeypatch):
 def test_pp_auto_is_for_all_of_one_host(monkeypatch, more):
     with pytest.raises(ConfigError, match=f"--pp auto: .*without {more[0].split('=')[0]}"):
         _chosen(monkeypatch, ["qwen3-0.6b", "--pp", "auto", *more])
+
+
+def test_pp_auto_has_the_gpus_that_it_may_use(monkeypatch):
+    text = "NVIDIA H100 80GB HBM3, 81559 MiB, 570\n" * 8
+    monkeypatch.setattr(advice, "output", lambda *_: text)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert len(advice.gpus_here()) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not advice.gpus_here()
+    # 256 requests at once do not fit beside the weights; they would wait.
+    rest = _chosen(monkeypatch, ["qwen3-32b", "--pp", "auto"], ["NVIDIA H100 80GB HBM3"])
+    assert sorted(rest[-4:]) == ["-pp", "-tp", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [(["--port", "80", "m", "--pp", "auto"], "name the MODEL first"), (["m", "--pp"], "argument --pp"),
+     (["m", "--pp", "automatic"], "--pp.*automatic")],
+)  # fmt: skip
+def test_a_wrong_pp_is_one_line(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        serve.main(argv)
+
+
+def test_pp_auto_is_for_serve():
+    with pytest.raises(ConfigError, match="--pp auto is an option of sipipe serve"):
+        generate.main(["m", "--pp", "auto", "hi"])
 
 
 def test_pp_auto_of_a_model_that_nothing_is_known_of(monkeypatch):

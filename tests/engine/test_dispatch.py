@@ -1,12 +1,10 @@
 """Scheduling outputs without tokens: what they tell workers goes with the next one."""
 
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-from vllm.distributed.aux_output_connector.connector import (
-    AuxOutputConnectorMetadata,
-    PackedBlockHashes,
-)
+from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.engine.dispatch import Dispatcher
@@ -53,37 +51,30 @@ def test_everything_of_empty_outputs_is_carried():
     assert fourth.new_block_ids_to_zero is None
 
 
-def test_what_auxiliary_outputs_say_once_is_joined():
+def test_each_step_of_auxiliary_outputs_is_told():
     """Routed experts: stock tells workers of a request's end in an output without tokens."""
     published = []
     dispatcher = make(published)
 
-    def output(generation, hashes=(), over=(), tokens=0):
+    def output(generation, over=(), tokens=0):
         made = SchedulerOutput.make_empty()
-        hashes = {name: PackedBlockHashes(data, 2) for name, data in hashes}
-        asked = {"d": 0} if tokens else {}
         made.aux_output_connector_metadata = AuxOutputConnectorMetadata(
-            generation, asked, hashes, tuple(over)
+            generation, {"d": 0} if tokens else {}, {}, tuple(over)
         )
         made.num_scheduled_tokens = {"d": tokens} if tokens else {}
         made.total_num_scheduled_tokens = tokens
         return made
 
-    for one in (
-        output(0, [("z", b"zz")], ["z"]),
-        output(1, [("a", b"aa")]),
-        output(1),
-        output(1, [("a", b"bb")], ["a"]),
-    ):
+    ends, nothing, ends_too = output(0, ["z"]), output(1), output(1, ["a"])
+    for one in (ends, nothing, ends_too):
         assert not dispatcher.publish(one)
-    assert len(dispatcher._empty) == 3, "one of them says nothing"
-    assert dispatcher.publish(output(1, [("d", b"dd")], tokens=1))
-    told = published[0].aux_output_connector_metadata
-    assert (told.generation, told.requests, told.finished_requests) == (1, {"d": 0}, ("a",))
-    assert {name: list(packed) for name, packed in told.block_hashes.items()} == {
-        "a": [b"aa", b"bb"],
-        "d": [b"dd"],
-    }
+    for _ in range(2):
+        assert dispatcher.publish(output(1, tokens=1))
+    told = [ends.aux_output_connector_metadata, ends_too.aux_output_connector_metadata]
+    assert published[0].earlier_aux_metadata == told
+    assert not hasattr(published[1], "earlier_aux_metadata")
+    sent = pickle.loads(pickle.dumps(published[0]))
+    assert [one.finished_requests for one in sent.earlier_aux_metadata] == [("z",), ("a",)]
 
 
 class Tracker:

@@ -290,8 +290,8 @@ def test_the_stall_clock_stands_still_while_a_sampler_is_replaced(monkeypatch):
     assert "no progress for 100 s" in str(watched.errors[0])
 
 
-def test_a_pause_of_the_whole_engine_is_not_the_workers(monkeypatch):
-    """As ``docker pause`` makes one: after it an iteration has nearly its whole time."""
+def test_a_pause_of_the_engines_process_is_not_the_workers(monkeypatch):
+    """After it an iteration has nearly its whole time."""
     watched, now = Watched(), time.monotonic()
     monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now))
     begin(watched.iterations)

@@ -204,7 +204,6 @@ def test_columns_even_the_stages_whatever_their_speeds(stages):
         ({"lora_config": object()}, "--enable-lora"),
         ({"quant_config": SimpleNamespace(lm_head_quantized=True)}, "quantized"),
         ({"model_config": {"enable_sleep_mode": True}}, "--enable-sleep-mode"),
-        ({"parallel_config": {"worker_extension_cls": "a.B"}}, "--worker-extension-cls"),
         ({"weight_transfer_config": object()}, "--weight-transfer-config"),
         ({"hosts": {"count": 2}}, "several hosts"),
         ({"second": True}, '"cpu_sampling" is "auto"'),
@@ -217,9 +216,8 @@ def test_what_cannot_be_shared_is_said(engine_config, monkeypatch, change, reaso
     monkeypatch.setattr(f"{module}.device_may_draw", lambda: "second" in change)
     for name in {"lora_config", "quant_config", "weight_transfer_config"} & change.keys():
         monkeypatch.setattr(engine_config, name, change[name])
-    for part in {"model_config", "parallel_config"} & change.keys():
-        for name, value in change[part].items():
-            monkeypatch.setattr(getattr(engine_config, part), name, value)
+    for name, value in change.get("model_config", {}).items():
+        monkeypatch.setattr(engine_config.model_config, name, value)
     parts, layers, said = vocabulary(engine_config, vocabulary="shared", **settings)
     assert (parts, layers) == ((), (7, 1))
     assert reason in said

@@ -65,9 +65,11 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
 
 
 def gpus_here() -> list[str]:
-    """Name and memory of each GPU that nvidia-smi lists."""
+    """Name and memory of each GPU that nvidia-smi lists; of as many as may be used."""
     query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return (output("nvidia-smi", *query) or "").splitlines()
+    found = (output("nvidia-smi", *query) or "").splitlines()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else found[: len([one for one in visible.split(",") if one])]
 
 
 def best_degrees(
@@ -91,7 +93,7 @@ def best_degrees(
         ways = [c for count in counts for c in on_host(facts, name, count, cores, load)]
         if ours := [choice for choice in ways if platform == "cuda" or choice.t == 1]:
             best[load] = max(ours, key=lambda choice: choice.throughput)
-    if LOADS[-1] not in best:
+    if not best:
         text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
         return every, "warning", text
     told = ", ".join(
@@ -99,5 +101,5 @@ def best_degrees(
         for load, top in best.items()
     )
     text = f"by requests at once, {told}; computed for {facts.name} as sipipe plan does, not "
-    top = best[LOADS[-1]]
+    top = best[max(best)]
     return (top.p, top.t), "ok", text + "measured (sipipe bench does)"

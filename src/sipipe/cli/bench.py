@@ -171,8 +171,8 @@ def _rows(
     ConfigError: no model, an unknown row."""
     p, t = own.pp or 1, own.tp or 1
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
-    of_all = ("layers", "cores") if p > 1 else ()
-    of_one = {key: value for key, value in settings.items() if key not in of_all}
+    parts = [k for k, v in settings.items() if k == "layers" or (k == "cores" and v != "off")]
+    of_one = {k: v for k, v in settings.items() if p == 1 or k not in parts}
     rows = {
         "sipipe": _options(settings),
         "stock": ["stock"],
@@ -225,7 +225,8 @@ def server_job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> 
         parser.add_argument("--layers", type=counts)
     own, options = parser.parse_known_args(options)
     command = [*words, "-pp", str(own.pp), "-tp", str(own.tp)]
-    if not any(word.endswith("enable-prefix-caching") for word in (*words, *options)):
+    given = (word.replace("_", "-") for word in (*words, *options))
+    if not any(word.endswith("enable-prefix-caching") for word in given):
         command += ["--no-enable-prefix-caching"]  # each mix has the same prompts
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:

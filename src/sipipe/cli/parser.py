@@ -79,19 +79,25 @@ def counts(text: str) -> list[int]:
 
 
 def parse_engine_command(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    suiting: Callable[[argparse.Namespace, Sequence[str]], tuple[int, int]] | None = None,
 ) -> tuple[argparse.Namespace, dict[str, Any], list[str]]:
     """The command line of a command that starts an engine.
 
     Returns the options of ``parser`` and SiPipe's own; the checked entries that these give
     ``additional_config["sipipe"]``; and all other arguments, for vLLM's parser, which also shows
-    ``--help=GROUP``. Raises ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
+    ``--help=GROUP``. ``suiting``: the degrees for ``--pp auto``. Raises ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
     """
     _add_engine_options(parser)
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         sys.exit(0)
     own, rest = parser.parse_known_args(argv)
+    if own.pp == "auto":
+        if suiting is None:
+            raise ConfigError("--pp auto is an option of sipipe serve: give a number")
+        own.pp, own.tp = suiting(own, rest)
     end = rest.index("--") if "--" in rest else len(rest)  # words stand behind it
     for name, long in (("pp", "--pipeline-parallel-size"), ("tp", "--tensor-parallel-size")):
         value = getattr(own, name)
@@ -119,10 +125,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         ("trace", str, "DIR", "record a trace of the pipeline into DIR"),
         ("trace-limit", _setting, "MIB", "of which the newest MIB are kept (default: 1024)"),
         ("cores", _setting, "auto|off|JSON", placed),
-        ("pp", count, "N", "pipeline stages: vLLM's -pp; of serve also auto"),
+        ("pp", _stages, "N", "pipeline stages: vLLM's -pp; of serve also auto"),
         ("tp", count, "N", "tensor-parallel ranks of a stage: vLLM's -tp"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+
+
+def _stages(text: str) -> Any:
+    return text if text == "auto" else at_least(1, int)(text)
 
 
 def _setting(text: str) -> Any:

@@ -29,7 +29,7 @@ On a Ray cluster, started on one of its nodes:
   sipipe serve MODEL --pp 4 --tp 2 --distributed-executor-backend ray
 """
 
-WIDER = {"-tp", "--tp", "--tensor-parallel-size", "-dp", "--data-parallel-size", "-n", "--nnodes"}
+WIDER = {"-tp", "--tensor-parallel-size", "-dp", "--data-parallel-size"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,52 +46,46 @@ def main(argv: Sequence[str]) -> int:
         help="start the server again, with growing breaks, when it ends by itself",
     )
     add_host_options(parser)
-    own, settings, rest = parse_engine_command(parser, chosen := _with_degrees(argv))
+    own, settings, rest = parse_engine_command(parser, argv, _suiting)
     node, hosts = hosts_of(own)
     if hosts:
         settings["hosts"] = hosts
 
     require_vllm()
-    if chosen is argv and not hosts and (quicker := _quicker_degrees(rest)):
+    if "auto" not in argv and not hosts and (quicker := _quicker_degrees(rest)):
         print(quicker, file=sys.stderr, flush=True)
     return supervise([rest, settings, node], restart=own.restart, follows=node > 0)
 
 
-def _with_degrees(argv: Sequence[str]) -> Sequence[str]:
-    """``argv``, with the degrees that suit this machine in place of ``--pp auto``."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", dest="pp")
-    asked, rest = parser.parse_known_args(argv)
-    if asked.pp != "auto":
-        return argv
-    if also := {word.split("=")[0] for word in rest} & WIDER:
-        raise ConfigError(f"--pp auto: for all of one host, with --tp; without {min(also)}")
+def _suiting(own: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
+    """The degrees that suit this machine: what ``--pp auto`` stands for."""
+    given = {word.split("=")[0] for word in argv} & WIDER
+    if given or own.tp is not None or own.nnodes > 1:
+        also = min(given, default="--tp" if own.tp is not None else "--nnodes")
+        raise ConfigError(f"--pp auto: for all of one host, with --tp; without {also}")
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("--pp auto: name the MODEL first: sipipe serve MODEL --pp auto")
     require_vllm()
     vllm = installed_vllm()
     platform = vllm.device if vllm else "cpu"
-    degrees, state, text = best_degrees(platform, gpus_here(), load_model(_model(rest)))
+    found, state, text = best_degrees(platform, gpus_here(), load_model(argv[0]))
     if state != "ok":
         raise ConfigError(f"--pp auto: {text}")
-    words = ["--pp", str(degrees[0]), "--tp", str(degrees[1])]
-    print(f"--pp auto: {' '.join(words)} ({text})", file=sys.stderr, flush=True)
-    return [*words, *rest]
-
-
-def _model(argv: Sequence[str]) -> str:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", default=argv[0] if argv else "")
-    asked: str = parser.parse_known_args(argv)[0].model
-    return asked
+    print(f"--pp auto: --pp {found[0]} --tp {found[1]} ({text})", file=sys.stderr, flush=True)
+    return found
 
 
 def _quicker_degrees(argv: Sequence[str]) -> str:
     """Whether this machine's CPUs serve some loads more quickly with other degrees than ``argv``
     asks for: one line with the numbers; empty where they do not, or nothing is known of the model."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default=argv[0] if argv else "")
+    asked, _ = parser.parse_known_args(argv)
     vllm, wanted = installed_vllm(), degrees(argv)
     if vllm is None or vllm.device != "cpu" or wanted is None or wanted[2] > 1:
         return ""
     try:
-        found = quicker_on_cpus(load_model(_model(argv)), *wanted[:2])
+        found = quicker_on_cpus(load_model(asked.model), *wanted[:2])
     except SiPipeError:
         return ""
     told = "computed as sipipe plan does; sipipe bench MODEL measures"

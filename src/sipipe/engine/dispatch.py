@@ -9,7 +9,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -36,21 +36,6 @@ def _merge(updates: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
     return merged
 
 
-def _merge_aux(told: list[Any]) -> Any:
-    """Of what vLLM's auxiliary outputs say once: hashes of blocks, and which requests are over.
-    Another generation forgets what was before it."""
-    if not told:
-        return None
-    told = [one for one in told if one.generation == told[-1].generation]
-    hashes: dict[str, Any] = {}
-    for request_id, new in (item for one in told for item in one.block_hashes.items()):
-        before = hashes[request_id].data if request_id in hashes else b""
-        hashes[request_id] = replace(new, data=before + new.data)
-    over = tuple(chain.from_iterable(one.finished_requests for one in told))
-    return replace(told[-1], block_hashes=hashes, finished_requests=over)
-
-
-_AUX = "aux_output_connector_metadata"
 _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
     "finished_req_ids": lambda sets: set().union(*sets),
     "preempted_req_ids": lambda sets: set().union(*sets),
@@ -58,7 +43,6 @@ _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
     "new_block_ids_to_zero": lambda lists: list(chain(*lists)) or None,
     "kv_cache_block_copies": lambda lists: list(chain(*lists)) or None,
     "encoder_input_updates": _merge,  # of vLLM 0.33
-    _AUX: _merge_aux,
 }
 """What a scheduling output says of workers' state, and how several outputs say it in one."""
 
@@ -129,10 +113,9 @@ class Dispatcher:
 
 
 def _says_something(output: SchedulerOutput) -> bool:
-    aux = getattr(output, _AUX, None)
-    return any(getattr(output, name, None) for name in _CARRIED if name != _AUX) or bool(
-        aux and (aux.block_hashes or aux.finished_requests)
-    )
+    aux = output.aux_output_connector_metadata
+    news = {} if aux is None else {**vars(aux), "generation": None, "requests": None}
+    return any(getattr(output, name, None) for name in _CARRIED) or any(news.values())
 
 
 def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
@@ -141,3 +124,7 @@ def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
         values = [getattr(one, name, None) for one in (*earlier, output)]
         if (said := [value for value in values if value]) or hasattr(output, name):
             setattr(output, name, join(said))
+    # Of routed experts vLLM tells each change once, and each is a step of its own.
+    told = [one.aux_output_connector_metadata for one in earlier]
+    if told := [one for one in told if one is not None]:
+        output.earlier_aux_metadata = told

@@ -24,7 +24,7 @@ LONGEST_SLEEP = 5.0
 
 class StallClock:
     """Monotonic seconds, less those in which it stood still, and all but some of those in which
-    nobody looked: the whole engine stood, as in a container that is paused. Any thread."""
+    nobody looked: this process stood. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it

@@ -66,6 +66,8 @@ class _StageWorker:
     def execute_model(self, scheduler_output: Any) -> Any:
         if self.feedback is not None:
             self.feedback.output = scheduler_output
+        for told in getattr(scheduler_output, "earlier_aux_metadata", ()):
+            self.model_runner.aux_output_connector.begin_step(told)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def _stand_ins(self) -> AbstractContextManager[None]:
