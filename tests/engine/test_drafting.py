@@ -54,6 +54,9 @@ class Scheduler:
             status=RequestStatus.RUNNING,
         )
 
+    def get_request_counts(self):
+        return len(self.running), len(self.waiting)
+
     def update_draft_token_ids(self, drafts):
         self.told = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
