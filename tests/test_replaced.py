@@ -24,7 +24,9 @@ MEANT = {
         "parallel_config sampling_params speculative_config"
     ),
     "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
-    "a scheduling output, before it is sent to the workers": "new_token_ids field _NUMBER",
+    "a scheduling output, before it is sent to the workers": (
+        "new_token_ids earlier_aux_metadata field _NUMBER"
+    ),
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output",
     "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable excepthook argv",
