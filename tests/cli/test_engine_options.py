@@ -4,12 +4,14 @@ import json
 import sys
 import tempfile
 
+import psutil
 import pytest
 
 from sipipe.cli import advice, bench, generate, serve
 from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.cores import Core
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.tools.child import measured
 from sipipe.versions import InstalledVllm
 
 
@@ -336,6 +338,19 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
     with pytest.raises(SiPipeError, match=r"w/o b failed: RuntimeError: no memory \(log: "):
         bench.main(["m", "--pp", "2", "--rows", "", "--row", "w/o b=--samplers 1"])
     assert list(tmp_path.glob("sipipe-bench-w-o-b-*.log"))
+
+
+def test_what_a_measured_engine_leaves_behind_is_ended(monkeypatch, tmp_path):
+    """Such as a server that takes too long to end."""
+    engine = tmp_path / "python"
+    engine.write_text(
+        f"#!/bin/sh\nsleep 300 >/dev/null 2>&1 &\necho $! > {tmp_path}/pid\necho '{{}}'\n"
+    )
+    engine.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    assert measured("a", {}, "any") == {}
+    left = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 def hosts(*argv):

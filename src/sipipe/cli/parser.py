@@ -87,7 +87,8 @@ def parse_engine_command(
 
     Returns the options of ``parser`` and SiPipe's own; the checked entries that these give
     ``additional_config["sipipe"]``; and all other arguments, for vLLM's parser, which also shows
-    ``--help=GROUP``. ``suiting``: the degrees for ``--pp auto``. Raises ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
+    ``--help=GROUP``. ``suiting``: the degrees for ``--pp auto``. Raises ConfigError: a value that
+    :class:`~sipipe.config.SiPipeConfig` refuses.
     """
     _add_engine_options(parser)
     if "-h" in argv or "--help" in argv:

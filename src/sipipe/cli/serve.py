@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         settings["hosts"] = hosts
 
     require_vllm()
-    if "auto" not in argv and not hosts and (quicker := _quicker_degrees(rest)):
+    if not hosts and (quicker := _quicker_degrees(rest)):
         print(quicker, file=sys.stderr, flush=True)
     return supervise([rest, settings, node], restart=own.restart, follows=node > 0)
 

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import IO, Any
 
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.ipc.child import start_child
-from sipipe.ipc.parent import end_group_with
+from sipipe.ipc.parent import end_group_with, kill_group
 from sipipe.ipc.sockets import own_sockets
 
 TIMEOUT = 3_600.0
@@ -62,8 +61,7 @@ def measured(
             raise _failed(f"{side} took more than {timeout:.0f} s", log) from None
         finally:
             _end(process)
-            with suppress(ProcessLookupError):  # what it has left, such as a server that hangs
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)  # what it has left, such as a server that hangs
             control.close()
         log.seek(0)
         if process.returncode == 2:  # what measure says of a wrong option

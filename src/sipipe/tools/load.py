@@ -171,8 +171,8 @@ class _Client:
         self._argv += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
 
     def run(self, params: dict[str, Any], count: int, prompt: int, seed: int) -> dict[str, Any]:
-        """One load, whose prompts ``seed`` chooses: speeds, and times to the first token and per output token, as ``vllm bench
-        serve`` saves them, and its ``span`` on the monotonic clock, seconds."""
+        """One load, whose prompts ``seed`` chooses: speeds, and times to the first token and per
+        output token, as ``vllm bench serve`` saves them; its ``span`` on the monotonic clock, seconds."""
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(count), "--seed", str(seed)]
