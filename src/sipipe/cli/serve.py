@@ -62,7 +62,7 @@ def _suiting(own: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
     given = {word.split("=")[0] for word in argv} & WIDER
     if given or own.tp is not None or own.nnodes > 1:
         also = min(given, default="--tp" if own.tp is not None else "--nnodes")
-        raise ConfigError(f"--pp auto: for all of one host, with --tp; without {also}")
+        raise ConfigError(f"--pp auto: it chooses --tp too, for all of one host: leave {also} out")
     if not argv or argv[0].startswith("-"):
         raise ConfigError("--pp auto: name the MODEL first: sipipe serve MODEL --pp auto")
     require_vllm()
