@@ -175,8 +175,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
     ] = "auto"
     """How hidden states travel between stages, which are all on one host. ``"auto"``: ``shm`` on
-    CPUs, ``cuda_ipc`` on GPUs. Nothing of it has been tested on a GPU, where ``shm`` goes through
-    host memory."""
+    CPUs, ``cuda_ipc`` on GPUs, which is untested between several; there ``shm`` goes through host
+    memory."""
 
     devices: Annotated[
         Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,

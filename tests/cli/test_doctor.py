@@ -139,7 +139,7 @@ def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     assert found["GPU 0"]["text"].startswith("NVIDIA H100")
     assert found["GPUs"]["state"] == "warning"
     assert "needs 2, here are 1" in found["GPUs"]["text"]
-    assert "transport cuda_ipc (untested on a GPU)" in found["pipeline"]["text"]
+    assert "transport cuda_ipc (untested between GPUs)" in found["pipeline"]["text"]
 
 
 def test_a_broken_import_is_named(monkeypatch):

@@ -1,6 +1,6 @@
 """Two stages on one GPU give stock vLLM's tokens, and no step waits for the device.
 
-Never run on a GPU where this was written: no GPU there. :func:`compare` also runs without one.
+docs/gpu.md says what ran on one. :func:`compare` also runs without one.
 """
 
 import os

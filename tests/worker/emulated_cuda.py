@@ -332,6 +332,9 @@ class Machine:
     def lock_pages(self, start: int, nbytes: int) -> None:
         self.locked.append((start, start + nbytes))
 
+    def unlock_pages(self, start: int) -> None:
+        self.locked = [pages for pages in self.locked if pages[0] != start]
+
     def launch(self, operation: Any, index: int) -> None:
         """A kernel of the tests' own, or a graph."""
         self.put(self.stream_of(index), operation)

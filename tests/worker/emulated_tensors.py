@@ -301,7 +301,8 @@ def install(monkeypatch: Any, seed: int) -> Machine:
         "can_device_access_peer": lambda *_: True,
         "set_sync_debug_mode": lambda _: None,
         "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=lambda start, nbytes, _: machine.lock_pages(start, nbytes) or 0
+            cudaHostRegister=lambda start, nbytes, _: machine.lock_pages(start, nbytes) or 0,
+            cudaHostUnregister=lambda start: machine.unlock_pages(start) or 0,
         ),
     }
     for name, value in cuda.items():

@@ -1,7 +1,7 @@
 """Handing on from a real device: page-locked memory, copies behind the head, no waits.
 
-Never run on a GPU where this was written: none there. :func:`hand_over` also runs on the emulated
-device, in ``test_cuda_order.py``.
+docs/gpu.md says what ran on one. :func:`hand_over` also runs on the emulated device, in
+``test_cuda_order.py``.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ def hand_over(ranks, work):
     )
     reader = LogitsReader(channel.endpoint, "a")
     device = CudaStageDevice(torch.device("cuda:0"))
-    publishers, phases = [], []
+    publishers, handovers, phases = [], [], []
     for rank in range(ranks):
-        writer = LogitsWriter(channel.endpoint, rank)
-        device.lock_pages(writer.buffer)
-        handover = LogitsHandover(writer)
+        handovers.append(handover := LogitsHandover(LogitsWriter(channel.endpoint, rank)))
+        device.lock_pages(handover.buffer)
         publishers.append(
             Publisher(
                 device,
@@ -95,8 +94,9 @@ def hand_over(ranks, work):
             assert slot.iteration == iteration
             found = torch.from_numpy(slot.array.copy())
             assert torch.equal(found, logits.cpu())
-    for publisher in publishers:
+    for publisher, handover in zip(publishers, handovers, strict=True):
         publisher.drain()
+        device.unlock_pages(handover.buffer)  # else the next mapping there is locked already
         publisher.close()
     assert all(took > 0 for _, took in phases)
     reader.close()

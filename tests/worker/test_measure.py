@@ -5,14 +5,17 @@ What is measured, with vLLM's runner: tests/engine/test_second_runner.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.worker import device as device_module
-from sipipe.worker.device import seconds
+from sipipe.worker import measure as measure_module
+from sipipe.worker.device import HostDevice, seconds
 
 
 class LateDevice:
@@ -43,3 +46,23 @@ def test_a_slow_launch_is_not_the_devices_time(monkeypatch, host, work):
     late = LateDevice()
     monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: late.host))
     assert seconds(late, lambda: late.launch(host, work)) == pytest.approx(work, rel=1e-3)
+
+
+def test_rows_that_pad_a_graph_are_not_drawn(monkeypatch):
+    """vLLM's kernel would look for their requests beyond the end of the list of them."""
+    sizes = set()
+    batch = SimpleNamespace(
+        idx_mapping=torch.arange(5), positions=torch.arange(5), logits_indices=torch.arange(5)
+    )
+    sampler = SimpleNamespace(draw=lambda rows, *_: sizes.add(len(rows)))
+    monkeypatch.setattr(measure_module, "_requests", lambda *_: nullcontext(batch))
+    monkeypatch.setattr(measure_module, "DeviceSampler", lambda _: sampler)
+    runner = SimpleNamespace(
+        _dummy_run=lambda *_, **__: (None, torch.zeros(8, 4)),
+        lora_config=None,
+        sample=lambda hidden, *_: sizes.add(len(hidden)),
+    )
+    logits = SimpleNamespace(compute=lambda hidden: hidden, whole=lambda columns: columns)
+    measured = measure_module.measure_stage(runner, HostDevice(), 5, logits, None)
+    assert sizes == {5}
+    assert set(measured.plain) == {"greedy", "temperature"}

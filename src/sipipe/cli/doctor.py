@@ -156,7 +156,7 @@ def _what_sipipe_does(
         yield Finding("GPUs", "warning", missing)
     config = SiPipeConfig()
     inflight = config.resolved_inflight(stages)
-    transport = "shm" if device == "cpu" else "cuda_ipc (untested on a GPU)"
+    transport = "shm" if device == "cpu" else "cuda_ipc (untested between GPUs)"
     ahead = f"up to {inflight} microbatches in flight, transport {transport}"
     yield Finding("pipeline", "ok", ahead)
     if stages > 1:

@@ -1,7 +1,7 @@
 """``sipipe gpu-check``: whether SiPipe works on this machine's GPUs, and how quick its parts are.
 
-The steps are those of ``sipipe/tools/gpu_steps.toml``. **Untested on a GPU**: there was none where
-this was written. What needs none is run by tests.
+The steps are those of ``sipipe/tools/gpu_steps.toml``; docs/gpu.md says which have run on a GPU.
+What needs none is run by tests.
 """
 
 import argparse

@@ -115,8 +115,8 @@ class Setup:
         runner = ""
         if not current_platform.is_cpu():
             runner = (
-                "stages host vLLM's second model runner, which nobody has run on a GPU with SiPipe "
-                "yet (docs/gpu.md)"
+                "SiPipe has run on one GPU only, where stock vLLM was quicker with one stage "
+                "(docs/gpu.md)"
             )
         cores: tuple[str, ...] = self.cores.describe(
             self.here[0], elsewhere=self.here[-1] < self.stages - 1

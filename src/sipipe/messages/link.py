@@ -46,7 +46,7 @@ class LinkEndpoint:
     def transport(self) -> str:
         """The transport in a start-up line."""
         kind = f"{self.kind}, not encrypted" if self.token else self.kind
-        return f"{kind} (untested on a GPU)" if self.device == "cuda" else kind
+        return f"{kind} (untested between GPUs)" if self.device == "cuda" else kind
 
     def describe(self) -> str:
         """The link in a message."""

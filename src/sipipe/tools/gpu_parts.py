@@ -1,7 +1,4 @@
-"""Parts that ``sipipe gpu-check`` tries before any engine: ``python -m sipipe.tools.gpu_parts FD``.
-
-**Untested on a GPU**: there was none where this was written.
-"""
+"""Parts that ``sipipe gpu-check`` tries before any engine: ``python -m sipipe.tools.gpu_parts FD``."""
 
 import mmap
 import multiprocessing

@@ -4,8 +4,8 @@ The thread that launches a stage's work never waits for the device: it marks whe
 another thread waits for the mark. On the host all work is done when a call returns, so a mark is
 the time.
 
-**The CUDA side is untested on a GPU**: there was none where this was written. Its order is tested
-on an emulated one (``tests/worker/test_cuda_order.py``).
+The CUDA side has run on one GPU (docs/gpu.md). Its order is tested on an emulated one
+(``tests/worker/test_cuda_order.py``).
 """
 
 from __future__ import annotations

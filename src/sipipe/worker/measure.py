@@ -42,7 +42,8 @@ def measure_stage(
     measured = Measured(layers=seconds(device, layers))
     if stage_logits is None:
         return measured
-    hidden = layers().clone()  # the next run of a graph overwrites it
+    # A graph has rows of padding, and its next run overwrites them all.
+    hidden = layers()[:sequences].clone()
     if runner.lora_config is not None:
         runner._set_active_loras((0,) * sequences, (0,) * sequences, set())
     with torch.inference_mode():

@@ -16,8 +16,8 @@ from sipipe.messages.link import LinkEndpoint
     ("device", "kind", "text"),
     [
         ("cpu", "shm", "shm"),
-        ("cuda", "shm", "shm (untested on a GPU)"),
-        ("cuda", "cuda_ipc", "cuda_ipc (untested on a GPU)"),
+        ("cuda", "shm", "shm (untested between GPUs)"),
+        ("cuda", "cuda_ipc", "cuda_ipc (untested between GPUs)"),
     ],
 )
 def test_a_link_in_a_start_up_line(device, kind, text):

@@ -1,7 +1,7 @@
 """Every transport with tensors on GPUs, between two processes.
 
-Never run where this was written: no GPU there. What does not need one (headers, handles, order of
-copies and events, deaths) runs with a stand-in in all other files of this directory.
+docs/gpu.md says where it ran. What does not need a GPU (headers, handles, order of copies
+and events, deaths) runs with a stand-in in all other files of this directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What :mod:`.cuda_ipc` asks of the CUDA driver and of torch.
 
-**Untested on a GPU**: there was none where this was written. The transport is tested with a
-stand-in that keeps CUDA's order: copies happen later, in a stream, and events are counted.
+It has run on one GPU, between two processes, **never between GPUs** (docs/gpu.md). All else is
+tested with a stand-in that keeps CUDA's order: copies happen later, in a stream.
 
 Memory that another process maps comes from the driver (``cuMemAlloc``), not from torch's
 allocator, whose blocks share an allocation and, with expandable segments, cannot be exported.

@@ -1,6 +1,6 @@
 """Hidden states between the GPUs of one host: copies into the next stage's memory.
 
-**Untested on a GPU** (:mod:`.cuda_device`). Headers travel as they do for shared memory
+**Untested between GPUs** (:mod:`.cuda_device`). Headers travel as they do for shared memory
 (:mod:`.shm`); buffers are memory of the receiver's GPU, which the sender maps::
 
     sender's stream   … forward ─┐ event

@@ -135,7 +135,7 @@ class Copied(Placement):
 
     Block tables stay vLLM's: what changes is far less than what they hold.
 
-    **Untested on a GPU**; its order is tested on an emulated one.
+    Its order is tested on an emulated device, its tokens on one GPU (docs/gpu.md).
     """
 
     def __init__(self, runner: Any, device: Device, sets: int, logits: int) -> None:
