@@ -68,6 +68,7 @@ def main() -> None:
         "1x8000+16; emulated: 4x131072+64; none: nothing)")  # fmt: skip
     add("--chunks", default="2048,4096,8192,16384,32768", help="equal ones, of emulated devices")
     add("--budget", type=int, default=32768, help="--max-num-batched-tokens of equal times")
+    add("--tpot-target", type=float, default=0.0, help="beside decodes also with tpot_target_ms")
     add("--quick-motion", type=float, default=4.0, help="of prompts alone (default: 4)")
     add("--repeat", type=int, default=3, help=f"of shorter prompts than {LONG} (default: 3)")
     add("--quick", action="store_true", help="two lengths; emulated: the first profile, two chunks")
@@ -148,6 +149,10 @@ def emulated(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequenc
                 if loads:
                     one = emulated_engine(made, *how, loads, quick, args.repeat)
                     found[side] += [figures(one, n, quick) for n in range(len(loads))]
+        if beside and args.tpot_target:
+            held = {"microbatches": {"tpot_target_ms": args.tpot_target}}
+            one = emulated_engine(made, args.budget, held, beside, 1.0, args.repeat)
+            targeted = [figures(one, number) for number in range(len(beside))]
         for number, load in enumerate([*alone, *beside]):
             each = {side: one[number] for side, one in found.items()}
             best = min((s for s in each if s != "equal times"), key=lambda s: each[s]["ttft"])
@@ -159,6 +164,11 @@ def emulated(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequenc
             if load[2]:
                 row[BETWEEN] = each["equal times"][BETWEEN]
                 row["of the best chunk"] = each[best][BETWEEN]
+                if args.tpot_target:
+                    now = targeted[number - len(alone)]
+                    row["target, ms"] = args.tpot_target
+                    row["TTFT, s, with it"] = round(now["ttft"], 3)
+                    row["time per token with it"] = now[BETWEEN]
             else:
                 row["efficiency"] = round(once(made.profile, load[1]) / ours, 3)
                 of = f"{profile}, {pp} stages"

@@ -110,7 +110,7 @@ def test_vllm_takes_the_options(name):
 
 def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monkeypatch):
     def answers(tokens):
-        return {"answers": [[tokens]] * 16}
+        return {"answers": [[tokens]] * 16, "draws": {"p": fit}}
 
     def measured(name, *_, **__):
         if name == "two":
@@ -119,6 +119,7 @@ def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monk
             raise error
         return answers({"stock": 5, "one": 5, "two-off": 7}[name])
 
+    fit = 0.5
     monkeypatch.setattr(gpu_check, "measured", measured)
     status, lines = check(tmp_path, "stock,one,two,two-off", "--without-gpu")
     assert status == 1
@@ -128,6 +129,9 @@ def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monk
     assert off["failed"] == "greedy tokens are not those of stock"
     status, lines = check(tmp_path, "one", "--without-gpu")
     assert (status, len(lines)) == (0, 5), "appended, and compared with an earlier call's"
+    fit = 1e-9
+    status, lines = check(tmp_path, "one", "--without-gpu")
+    assert (status, "drawn does not fit" in lines[-1]["failed"]) == (1, True)
 
 
 @pytest.mark.engine

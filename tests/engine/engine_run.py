@@ -27,7 +27,8 @@ for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     if path and path not in sys.path:  # this process was forked, and its children take this over
         sys.path.append(path)
 
-if not os.environ.get("TRITON_INTERPRET"):  # Triton has to be told before vLLM is imported
+# Triton has to be told before vLLM is imported; on a GPU processes are users' processes.
+if not {"TRITON_INTERPRET", "SIPIPE_TESTS_START_ANEW"} & os.environ.keys():
     sys.path.append(os.path.dirname(__file__))
     from forked_children import start_by_fork
 

@@ -27,6 +27,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see make setup", allow_module_level=True)
 
 HERE = Path(__file__).parent
+GPU = Path("/dev/nvidiactl")
 SECONDS = 300
 KEPT = 3
 """Engines that are kept; the one that was used longest ago ends when another is started."""
@@ -299,7 +300,7 @@ def engine_environment() -> dict:
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-    }
+    } | ({"SIPIPE_TESTS_START_ANEW": "1"} if GPU.exists() else {})
 
 
 def tokens(requests) -> list[list[int]]:

@@ -39,6 +39,8 @@ log in its line. In order:
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SECONDS = 540.0
 """That a step may take."""
+LEAST = 1e-4
+"""Of the chi-square's p: below it draws are wrong."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,10 +113,14 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
             words = ("-m", "sipipe", "trace", "report", trace, "--json")
             report = output(sys.executable, "-P", *words)
             found["trace"] = json.loads(report or "{}")
-    like, lines = step.get("like"), _lines(own.out)
-    told = [one["found"] for one in lines if one["step"] == like and "found" in one]
-    if told and told[-1]["answers"] != found["found"]["answers"]:
-        found["failed"] = f"greedy tokens are not those of {like}"
+    answers, drawn = found["found"]["answers"], found["found"]["draws"]
+    if like := step.get("like"):
+        told = [one["found"] for one in _lines(own.out) if one["step"] == like and "found" in one]
+        found["compared with"] = like if told and answers else "nothing"
+        if told and answers and told[-1]["answers"] != answers:
+            found["failed"] = f"greedy tokens are not those of {like}"
+    if drawn and drawn["p"] < LEAST:
+        found["failed"] = "what was drawn does not fit the server's own probabilities"
     return found
 
 

@@ -23,7 +23,8 @@ from sipipe.worker.device import Device, seconds
 from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.logits import LogitsHandover, StageLogits
 
-_PROMPT = list(range(1, 65))
+_PROMPT = 64
+"""Tokens, where the model takes so many."""
 
 
 def measure_stage(
@@ -81,12 +82,13 @@ def _requests(
 ) -> Iterator[InputBatch]:
     """While active, the runner has ``count`` requests with these parameters: a batch of them."""
     states, names = runner.req_states, [f"_sipipe_measure_{row}" for row in range(count)]
+    prompt = [1] * min(_PROMPT, runner.max_model_len)
     for name in names:
         states.add_request(
             req_id=name,
-            prompt_len=len(_PROMPT) // 2,
-            all_token_ids=_PROMPT,
-            num_computed_tokens=len(_PROMPT),
+            prompt_len=len(prompt) // 2,
+            all_token_ids=prompt,
+            num_computed_tokens=len(prompt),
             max_tokens=1,
         )
     states.apply_staged_writes()
