@@ -41,6 +41,16 @@ def test_prices_are_found_through_noise():
     assert times.sure(0)
 
 
+def test_prices_of_disturbed_batches_are_believed():
+    """Chunks of a millisecond on busy cores; the first prices may be far worse."""
+    for seed in range(20):
+        rng, times = random.Random(seed), BatchTimes([usual()])
+        for number in range(200):
+            load = chunk(number % 16 * 512, rng.choice((256, 512)))
+            times.add([load], [TRUE.of(load) * rng.choice((0.25, 0.5, 1, 2, 4))])
+            assert times.sure(0) or number < 40, (seed, number)
+
+
 def test_a_longer_prefix_is_foreseen_from_shorter_ones():
     times = fitted([chunk(i % 4 * 512, 512) for i in range(80)])
     there = chunk(15 * 512, 512)

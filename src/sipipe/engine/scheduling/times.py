@@ -40,7 +40,7 @@ SPREAD = 0.15
 SHORTEST = 1e-7
 """Seconds: what took less was not measured."""
 DOUBT = 0.5
-"""Mean relative error from which on the prices are not believed."""
+"""Relative error, in the mean of some batches, from which on the prices are not believed."""
 
 
 class Load(NamedTuple):
@@ -165,7 +165,8 @@ class BatchTimes:
         ratio = np.where(first, taken / np.where(first, expected, 1.0), 0.0).sum(0)
         scale = np.where(first.any(0), ratio / np.maximum(first.sum(0), 1), 1.0)[:, None]
         self._prices, self._first = self._prices * scale, self._first * scale
-        error = np.where(told, np.abs(expected / taken - 1), 0.0).sum(0)
+        # Of all of them: that single ones of a few milliseconds are disturbed says nothing of prices.
+        error = np.abs(np.where(told, expected / taken - 1, 0.0).sum(0))
         error /= np.maximum(told.sum(0), 1)
         self._error += np.where(told.any(0) & believed, 0.3, 0.0) * (error - self._error)
         later = count.sum(0) - count.cumsum(0)
