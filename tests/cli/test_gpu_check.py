@@ -134,6 +134,14 @@ def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monk
     assert (status, "drawn does not fit" in lines[-1]["failed"]) == (1, True)
 
 
+def test_a_load_without_answers_is_a_finding(tmp_path, monkeypatch):
+    """As of the large model, which is asked for none."""
+    monkeypatch.setitem(gpu_check.STEPS, "minute", {"load": "minute", "row": ""})
+    monkeypatch.setattr(gpu_check, "measured", lambda *_, **__: {"runs": {}})
+    status, (line,) = check(tmp_path, "minute", "--without-gpu")
+    assert (status, line["found"]) == (0, {"runs": {}})
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

@@ -113,7 +113,7 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
             words = ("-m", "sipipe", "trace", "report", trace, "--json")
             report = output(sys.executable, "-P", *words)
             found["trace"] = json.loads(report or "{}")
-    answers, drawn = found["found"]["answers"], found["found"]["draws"]
+    answers, drawn = map(found["found"].get, ("answers", "draws"))  # of large models neither
     if like := step.get("like"):
         told = [one["found"] for one in _lines(own.out) if one["step"] == like and "found" in one]
         found["compared with"] = like if told and answers else "nothing"
