@@ -77,7 +77,8 @@ def of_the_checkout(module: str) -> str:
     """``module`` of the benchmarks, for :func:`sipipe.tools.child.measured`, whose processes find it
     from now on. Run so, it answers a job (:func:`sipipe.tools.child.answer`)."""
     root = Path(__file__).parents[1]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src")])
+    already = filter(None, [os.environ.get("PYTHONPATH")])  # such as vLLM's place
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src"), *already])
     return module
 
 

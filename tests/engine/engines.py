@@ -28,6 +28,7 @@ if importlib.util.find_spec("vllm") is None:
 
 HERE = Path(__file__).parent
 GPU = Path("/dev/nvidiactl")
+"""There where a GPU is: processes are started as a user's are, none forked from a test's."""
 SECONDS = 300
 KEPT = 3
 """Engines that are kept; the one that was used longest ago ends when another is started."""
