@@ -6,7 +6,8 @@
 
 A chat model copies a passage, edits a file, fills a JSON schema, and chats, greedily and with the
 sampling of chat. SiPipe with ``{"method": "ngram"}``, SiPipe without, and stock vLLM on one stage with
-its own n-grams hold an engine each at the same time, and answer every load in turn.
+its own n-grams hold an engine each at the same time, and answer every load in turn: so many requests are
+always there, and the next begins where one ends.
 
 With a profile: emulated devices (docs/emulation.md), and drafts of which about 0.6 are right. All that
 a pass costs more with drafts, rows on the device and SiPipe's own work, is in tokens/s by tokens a pass.
@@ -201,8 +202,8 @@ def served(args: argparse.Namespace) -> None:
         f"Speculative decoding, {Path(args.model).name}, {args.pp} stage(s), at most {args.tokens} new tokens",
         rows,
         file=f"speculation-pp{args.pp}-{args.requests.replace(',', '-')}",
-        note="medians of the loads' runs; same tokens: requests whose first run's tokens equal those "
-        "without drafts (bfloat16: ties may fall otherwise)",
+        note="so many requests all the time, while three times as many end; same tokens: of the first "
+        "requests, those whose tokens equal the ones without drafts (bfloat16: ties may fall otherwise)",
     )
 
 
@@ -239,8 +240,7 @@ def _equal(each: dict[str, Any]) -> int:
 
 
 def _answered(job: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm import LLM
 
     options: dict[str, Any] = {}
     if job["sipipe"] is not None:
@@ -259,55 +259,90 @@ def _answered(job: dict[str, Any]) -> dict[str, Any]:
         kv_cache_memory_bytes=1 << 29,
         **options,
     )
-    template = llm.get_tokenizer().apply_chat_template
     found = []
     for load in job["loads"]:
-        prompts = [
-            template(
-                [{"role": "user", "content": asked(load["kind"], number)}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for number in range(load["requests"])
-        ]
-        schema = StructuredOutputsParams(json=SCHEMA) if load["kind"] == "json" else None
-        params = [
-            SamplingParams(
-                **SAMPLING[load["sampling"]],
-                seed=number + 1,
-                max_tokens=job["tokens"],
-                structured_outputs=schema,
-            )
-            for number in range(load["requests"])
-        ]
-        before = _drafts(llm)
-        speeds, times, tokens, count = [], [], [], 0
-        for number in range(job["repeat"] + 1):  # the first warms up
+        runs = []
+        for _ in range(job["repeat"]):
             with turn(*job["turn"]):
-                began = time.perf_counter()
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                took = time.perf_counter() - began
-            made = [output.outputs[0] for output in outputs]
-            count += sum(len(one.token_ids) for one in made)
-            if number:
-                speeds.append(sum(len(one.token_ids) for one in made) / took)
-                for output, one in zip(outputs, made, strict=True):
-                    spent = output.metrics.last_token_ts - output.metrics.first_token_ts
-                    times.append(1e3 * spent / max(len(one.token_ids) - 1, 1))
-            else:
-                tokens = [list(one.token_ids) for one in made]
-        offered, accepted = (now - then for now, then in zip(_drafts(llm), before, strict=True))
-        ordered = sorted(times)
+                runs.append(_kept_up(llm, load, job["tokens"]))
+        spent = sorted(ms for run in runs for ms in run["ms"])
+        drawn, accepted, offered = (
+            sum(run[name] for run in runs) for name in ("drawn", "accepted", "offered")
+        )
         found.append(
             {
-                "tokens_per_s": speeds,
-                "ms": (statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))]),
-                "a_pass": count / (count - accepted),
+                "tokens_per_s": [run["tokens_per_s"] for run in runs],
+                "ms": (statistics.median(spent), spent[int(0.99 * (len(spent) - 1))]),
+                "a_pass": drawn / (drawn - accepted),
                 "accepted": accepted / offered if offered else 0.0,
-                "tokens": tokens,
+                "tokens": runs[0]["tokens"],
             }
         )
     return {"loads": found}
+
+
+def _kept_up(llm: Any, load: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """As many requests as the load has, all the time: for one that ends there is another.
+
+    The first wave warms up; measured is until three times as many have ended. A burst would tell
+    when its slowest request is done, and drafts help some requests and not others.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    template = llm.get_tokenizer().apply_chat_template
+    schema = StructuredOutputsParams(json=SCHEMA) if load["kind"] == "json" else None
+    engine, at_once = llm.llm_engine, load["requests"]
+    came: dict[str, list[int]] = {}
+    ms: list[float] = []
+    began, before, ended = 0.0, (0, 0.0, 0.0), 0
+
+    def add() -> None:
+        number = len(came)
+        said = [{"role": "user", "content": asked(load["kind"], number)}]
+        params = SamplingParams(
+            **SAMPLING[load["sampling"]],
+            seed=number + 1,
+            max_tokens=tokens,
+            structured_outputs=schema,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        came[str(number)] = []
+        engine.add_request(
+            str(number), template(said, tokenize=False, add_generation_prompt=True), params
+        )
+
+    def so_far() -> tuple[int, float, float]:
+        return (sum(map(len, came.values())), *_drafts(llm))
+
+    for _ in range(at_once):
+        add()
+    while ended < 4 * at_once:  # bound: a request has `tokens` at most
+        for output in engine.step():
+            came[output.request_id] += output.outputs[0].token_ids
+            if not output.finished:
+                continue
+            ended += 1
+            if ended > at_once:
+                times, made = output.metrics, len(came[output.request_id])
+                ms.append(1e3 * (times.last_token_ts - times.first_token_ts) / max(made - 1, 1))
+            elif ended == at_once:
+                began, before = time.perf_counter(), so_far()
+            add()
+    took = time.perf_counter() - began
+    drawn, offered, accepted = (now - then for now, then in zip(so_far(), before, strict=True))
+    whole = [came[str(number)] for number in range(at_once)]
+    engine.abort_request(list(came))
+    while engine.has_unfinished_requests():  # bound: what is in flight
+        engine.step()
+    return {
+        "tokens_per_s": drawn / took,
+        "ms": ms,
+        "drawn": drawn,
+        "offered": offered,
+        "accepted": accepted,
+        "tokens": whole,
+    }
 
 
 def _drafts(llm: Any) -> tuple[float, float]:
