@@ -70,7 +70,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
     def watch(tracker: RequestTracker, iteration: int, output: Any) -> Work:
         work = advance(tracker, iteration, output)
-        drawn = [tracker[name] for name in work.sampled]
+        drawn = [tracker._requests[name] for name in work.sampled]
         if len(drawn) >= 8:
             loads = tracker._balancer.loads(drawn)
             shares.append(max(loads) * len(loads) / sum(loads))

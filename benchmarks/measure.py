@@ -136,12 +136,18 @@ def _waited() -> int:
 def started(job: Job) -> Any:
     """vLLM's ``LLM`` with the job's engine."""
     from vllm import LLM, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from sipipe.cores import equal_shares, this_machine
-    from sipipe.engine.arguments import parse_engine_args
+    from sipipe.engine.arguments import begin, parse_engine_args
     from sipipe.engine.setup import BIND
 
-    args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
+    if job.settings is None:
+        begin()
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        args = parser.parse_args(["--model", *job.argv])
+    else:  # compiled unless the job says otherwise, as stock vLLM is
+        args = parse_engine_args(["--no-enforce-eager", *job.argv], job.settings)
     config = EngineArgs.from_cli_args(args).create_engine_config()
     if job.settings is None:
         workers = config.parallel_config.world_size

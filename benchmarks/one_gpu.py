@@ -56,7 +56,7 @@ def main() -> None:
     for name in args.rows.split(","):
         settings = json.dumps({"sipipe": {"cpu_sampling": name}})
         row = shlex.split(STOCK.get(name, f"--additional-config {shlex.quote(settings)}"))
-        job["servers"][name] = server_job([args.model, *shlex.split(args.options)], row, 1, 1)
+        job["servers"][name] = server_job([args.model, *shlex.split(args.options)], row)
     found = measured("servers side by side", job, of_the_checkout(MODULE))
     report(
         "one-gpu", "One stage on one GPU, 8B, random weights", rows(found["runs"], next(iter(job["servers"]))),

@@ -172,7 +172,7 @@ def launching(
         for number, output in enumerate(iterations(workload, count)):
             began = time.thread_time_ns()
             samples = len(output.num_scheduled_tokens)
-            inputs = stage.prepare(number, number % SLOTS, number % 2, output, samples)
+            inputs = stage.prepare(number, number % SLOTS, number % 2, output, 0, samples)
             prepared, runner.nanoseconds = time.thread_time_ns(), 0
             if around is not None and number >= 2 * SLOTS:
                 around.runcall(stage.run, inputs)
@@ -180,7 +180,7 @@ def launching(
                 stage.run(inputs)
             launched = time.thread_time_ns() - prepared
             times.append((prepared - began, launched, runner.nanoseconds))
-        stage.run(stage.prepare(count, 0, count % 2, workload.end(), 0))
+        stage.run(stage.prepare(count, 0, count % 2, workload.end(), -1, 0))
     steady = np.array(times[2 * SLOTS :])
     return (np.quantile(steady, 0.1, 0) / 1e3).tolist()  # type: ignore[no-any-return]
 

@@ -328,7 +328,7 @@ class SleepingStage:
         self.takes = (prepare, forward)
         self.ends: list[float] = []
 
-    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any, samples: int) -> Any:
+    def prepare(self, iteration: int, *_: Any) -> Any:
         time.sleep(self.takes[0])
         return SimpleNamespace(iteration=iteration)
 

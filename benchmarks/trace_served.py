@@ -80,10 +80,9 @@ def cpu_seconds() -> float:
 
 def parts(traces: Path, spans: list[tuple[int, int]]) -> list[dict[str, object]]:
     """Each stage over all rounds: kinds of time as shares of the client's wall time, and their sum."""
-    account = Run(read_trace(traces)).account
     wall = sum(end - began for began, end in spans)
     rows: list[dict[str, object]] = []
-    for stage in account.stages:
+    for stage in Run(read_trace(traces)).account:
         spent = np.zeros(len(KINDS))
         for began, end in spans:
             inside = np.minimum(stage.segments["end_ns"], end) - np.maximum(

@@ -30,10 +30,7 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "ring": (["src/sipipe/ipc/ring"], ["tests/ipc", "--ignore=tests/ipc/link"]),
     "double-buffer": (
         ["src/sipipe/worker/double_buffer.py"],
-        [
-            "tests/worker/test_turns.py",
-            "tests/worker/test_double_buffer.py",
-        ],
+        ["tests/worker/test_turns.py", "tests/worker/test_stage.py"],
     ),
     "scheduling": (
         ["src/sipipe/engine/scheduling/policy.py"],

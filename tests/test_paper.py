@@ -62,7 +62,10 @@ def measured(monkeypatch, tmp_path):
     return started
 
 
-@pytest.mark.parametrize("scale", paper.SCALES)
+@pytest.mark.parametrize(
+    "scale",
+    [s if s == "cpu" else pytest.param(s, marks=pytest.mark.slow) for s in paper.SCALES],
+)
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_leaves_data_a_picture_and_a_table(name, scale, measured, tmp_path, capsys):
     figure = json.loads((paper.FIGURES / f"{name}.json").read_text())

@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
 
-from sipipe.engine import server
 
 SOURCE = Path(__file__).parents[1] / "src" / "sipipe"
 
@@ -251,7 +250,7 @@ ATTRIBUTES = {
     "vllm.config:VllmConfig": (
         "quant_config model_config parallel_config scheduler_config cache_config additional_config lora_config "
         "speculative_config kv_transfer_config ec_transfer_config reasoning_config "
-        "aux_output_config "
+        "aux_output_config observability_config "
         "watermark_config use_v2_model_runner logging_config"
     ),
     "vllm.config:MultiModalConfig": "mm_processor_cache_type",
@@ -279,7 +278,7 @@ ATTRIBUTES = {
     "vllm.config:ModelConfig": (
         "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "
         "is_hybrid is_attention_free is_moe return_sampling_mask enable_prompt_embeds logprobs_mode "
-        "use_fp64_gumbel enable_sleep_mode "
+        "use_fp64_gumbel enable_sleep_mode has_inner_state rswa_window "
         "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
     ),
     "vllm.sampling_params:SamplingParams": (
@@ -402,13 +401,11 @@ def is_there(place: str) -> bool:
     return False
 
 
-def test_threads_and_processes_have_the_names():
-    """By them :mod:`sipipe.engine.server` knows who watches the engine."""
-    monitor = inspect.getsource(resolve("vllm.v1.engine.core_client:MPClient"))
-    assert f'name="{server.VLLMS_WATCH}"' in monitor
-    assert '"EngineCore"' in inspect.getsource(
-        resolve("vllm.v1.engine.utils:CoreEngineProcManager")
-    )
+def test_a_failed_start_names_what_ended():
+    """By it :mod:`sipipe.engine.server` knows that it was killed."""
+    watch = inspect.getsource(resolve("vllm.v1.engine.utils:wait_for_engine_startup"))
+    assert "See root cause above. " in watch
+    assert "Failed core proc(s): {finished}" in watch
 
 
 def test_what_is_missing_is_missed():

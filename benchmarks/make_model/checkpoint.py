@@ -7,11 +7,13 @@ top-k, top-p and min-p all have something to cut.
 """
 
 import dataclasses
+import io
 import json
 import math
 import os
 import shutil
 import zlib
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from benchmarks.make_model.families import FAMILIES, MIXTURES, SIZES, Shape
 from benchmarks.make_model.tokenizer import write_tokenizer
 from sipipe.errors import ConfigError
-from sipipe.tools.smollm2 import place, without_bars
+from sipipe.tools.smollm2 import place
 
 LOGITS_STD = 3.0
 
@@ -107,7 +109,7 @@ def _write(directory: Path, model: Any, shape: Shape, seed: int) -> None:
     weights = {name: draw(name, empty, seed=seed) for name, empty in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0, do_sample=False)
-    with without_bars():
+    with redirect_stderr(io.StringIO()):  # not all of transformers' bars can be told not to show
         model.save_pretrained(directory)
     write_tokenizer(directory, vocab=shape.vocab, max_positions=shape.max_positions)
 

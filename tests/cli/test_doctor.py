@@ -91,9 +91,25 @@ def test_gpus_that_the_planner_knows(capsys, vllm, monkeypatch, name):
     assert int(pp) * int(tp) == 4
 
 
-def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "name", "memory"),
+    [
+        ("NVIDIA A100-SXM4-40GB, 40960 MiB, 570.1", "a100", 40.0),
+        ("NVIDIA A100 80GB PCIe, 81920 MiB, 570.1", "a100-pcie", 80.0),
+        ("NVIDIA H200, [N/A], 570.1", "h200", None),
+    ],
+)
+def test_a_gpu_is_computed_as_the_one_that_it_is(monkeypatch, line, name, memory):
+    asked = []
+    monkeypatch.setattr(advice, "on_host", lambda *about: asked.append(about) or [])
+    assert advice.best_degrees("cuda", [line])[1] == "warning"
+    assert {(about[1], about[-1]) for about in asked} == {(name, memory)}
+
+
+@pytest.mark.parametrize("line", ["GeForce 256, 32 MiB, 1.0", "NVIDIA RTX A1000, 8188 MiB, 570.1"])
+def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch, line):
     vllm(InstalledVllm("vllm", "0.32.0"))
-    monkeypatch.setattr(doctor, "gpus_here", lambda: ["GeForce 256, 32 MiB, 1.0"] * 2)
+    monkeypatch.setattr(doctor, "gpus_here", lambda: [line] * 2)
     _, found = report(capsys)
     assert "sipipe plan MODEL --gpu NAME" in found["best degrees"]["text"]
     assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 2"

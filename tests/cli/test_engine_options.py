@@ -172,9 +172,9 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
         pp, tp = degrees.get(name, ("2", "1"))
         command = [word for word in job["command"] if not word.startswith("--samplers")]
         words = [word for word in command[command.index("serve") + 1 :] if "layers" not in word]
-        assert words[:7] == ["m", "--max-model-len", "99", "-pp", pp, "-tp", tp]
-        assert words[7] == "--no-enable-prefix-caching"
-        assert words[8:] == {"traced": ["--worker-cls", "a b"], "one": ["1"]}.get(name, [])
+        assert words[:3] == ["m", "--max-model-len", "99"]
+        assert words[3:-5] == {"traced": ["--worker-cls", "a b"], "one": ["1"]}.get(name, [])
+        assert words[-5:] == ["-pp", pp, "-tp", tp, "--no-enable-prefix-caching"]
         bound = {"stock": "0-3|4-7", "stock-tp": "0-3|4-7", "stock-cut": "0-3|4-7"}
         bound |= {"stock-one": "0-7", "traced": "0-1|2-3|4-5|6-7"}
         assert job["env"].get("VLLM_CPU_OMP_THREADS_BIND") == bound.get(name)
@@ -186,6 +186,20 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     assert "sipipe: stage 0: core 0" in out
 
 
+@pytest.mark.parametrize("stages", ["-pp=2", "--pipeline-parallel-size=2", "--pp=2", "-pp 2"])
+@pytest.mark.parametrize("ranks", ["-tp=2", "--tensor_parallel_size 2", "--tp 2"])
+def test_bench_takes_degrees_in_every_form_that_vllm_does(started, stages, ranks):
+    bench.main(["m", *stages.split(), *ranks.split(), "--engines", "1"])
+    told = {name: " ".join(job["command"]) for name, job in started}
+    asked = {"sipipe": (2, 2), "stock": (2, 2), "stock-tp": (1, 4)}
+    asked |= {"stock-one": (1, 1), "sipipe-one": (1, 1)}
+    assert list(told) == list(asked)
+    for name, (p, t) in asked.items():
+        words = told[name].split()
+        assert words[words.index("serve") + 1 :][:5] == ["m", "-pp", str(p), "-tp", str(t)]
+        assert "parallel" not in told[name]
+
+
 @pytest.mark.parametrize(
     "option", ["--enable-prefix-caching", "--no-enable-prefix-caching", "--enable_prefix_caching"]
 )
@@ -193,7 +207,8 @@ def test_prefixes_are_cached_where_that_is_asked_for(started, option):
     """Else each way of sampling would find the prompts of the one before."""
     bench.main(["m", "--pp", "2", "--rows", "sipipe,stock", option])
     for _, job in started:
-        assert [word for word in job["command"] if "prefix" in word] == [option]
+        found = [word for word in job["command"] if "prefix" in word]
+        assert found == [option.replace("_", "-")]
 
 
 def test_a_row_that_refuses_an_option_does_not_cost_the_others(started, monkeypatch, capsys):
@@ -340,6 +355,25 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
     assert list(tmp_path.glob("sipipe-bench-w-o-b-*.log"))
 
 
+@pytest.mark.parametrize(
+    ("says", "kind", "words"),
+    [
+        ("printf '\\377 --x is wrong\\n' >&2", ConfigError, "--x is wrong"),
+        ("true", SiPipeError, "a failed: no error in its log"),
+    ],
+)
+def test_a_measured_engine_that_refuses_an_option_may_say_anything(
+    monkeypatch, tmp_path, says, kind, words
+):
+    engine = tmp_path / "python"
+    engine.write_text(f"#!/bin/sh\n{says}\nexit 2\n")
+    engine.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(kind, match=words):
+        measured("a", {}, "any")
+
+
 def test_what_a_measured_engine_leaves_behind_is_ended(monkeypatch, tmp_path):
     """Such as a server that takes too long to end."""
     engine = tmp_path / "python"
@@ -443,19 +477,31 @@ def test_pp_auto_on_gpus_has_all_of_them(monkeypatch):
     assert degrees[0] * degrees[1] == 4
 
 
-@pytest.mark.parametrize("more", [["--tp", "2"], ["--nnodes=2"], ["--data-parallel-size", "2"]])
+@pytest.mark.parametrize(
+    "more",
+    [["--tp", "2"], ["--nnodes=2"], ["--data-parallel-size", "2"], ["--tensor_parallel_size", "2"]],
+)
 def test_pp_auto_is_for_all_of_one_host(monkeypatch, more):
-    with pytest.raises(ConfigError, match=f"--pp auto: .*leave {more[0].split('=')[0]} out"):
+    option = more[0].split("=")[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--pp auto: .*leave {option} out"):
         _chosen(monkeypatch, ["qwen3-0.6b", "--pp", "auto", *more])
 
 
 def test_pp_auto_has_the_gpus_that_it_may_use(monkeypatch):
-    text = "NVIDIA H100 80GB HBM3, 81559 MiB, 570\n" * 8
-    monkeypatch.setattr(advice, "output", lambda *_: text)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert len(advice.gpus_here()) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not advice.gpus_here()
+    lines = [f"NVIDIA H100 80GB HBM3, 81559 MiB, 570.{index}" for index in range(8)]
+    monkeypatch.setattr(advice, "output", lambda *_: "\n".join(lines))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert advice.gpus_here() == lines
+    for visible, shown in {
+        "2, 3": [2, 3],
+        "": [],
+        "-1": [],
+        "5,-1,0": [5],
+        "9,0": [],
+        "GPU-8932f937,GPU-1b2c": [0, 1],
+    }.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert advice.gpus_here() == [lines[index] for index in shown], visible
     # 256 requests at once do not fit beside the weights; they would wait.
     rest = _chosen(monkeypatch, ["qwen3-32b", "--pp", "auto"], ["NVIDIA H100 80GB HBM3"])
     assert sorted(rest[-4:]) == ["-pp", "-tp", "1", "1"]

@@ -105,7 +105,7 @@ def test_vllm_takes_the_options(name):
     words = job["command"][job["command"].index("serve") + 1 :]
     if "--trace" in words:
         del words[words.index("--trace") :][:2]
-    assert parse_engine_args([word for word in words if word not in ("--trace", "/trace")], None)
+    assert parse_engine_args([word for word in words if word not in ("--trace", "/trace")], {})
 
 
 def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monkeypatch):
@@ -132,6 +132,24 @@ def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monk
     fit = 1e-9
     status, lines = check(tmp_path, "one", "--without-gpu")
     assert (status, "drawn does not fit" in lines[-1]["failed"]) == (1, True)
+
+
+def test_answers_are_compared_with_those_of_the_same_model_that_were_told(tmp_path, monkeypatch):
+    found = {"answers": [[5]], "draws": None}
+    monkeypatch.setattr(gpu_check, "measured", lambda *_, **__: dict(found))
+    assert check(tmp_path, "stock", "--without-gpu", "other")[0] == 0
+    found["answers"] = [[7]]
+    status, lines = check(tmp_path, "one", "--without-gpu", "model")
+    assert (status, lines[-1]["compared with"]) == (0, "nothing"), "stock ran another model"
+    found["answers"] = None
+    assert check(tmp_path, "stock", "--without-gpu", "model")[0] == 0
+    found["answers"] = [[7]]
+    status, lines = check(tmp_path, "one", "--without-gpu", "model")
+    assert (status, lines[-1]["compared with"]) == (0, "nothing"), "stock's were refused"
+    assert check(tmp_path, "stock", "--without-gpu", "model")[0] == 0
+    found["answers"] = [[8]]
+    status, lines = check(tmp_path, "one", "--without-gpu", "model")
+    assert (status, lines[-1]["compared with"]) == (1, "stock")
 
 
 def test_a_load_without_answers_is_a_finding(tmp_path, monkeypatch):

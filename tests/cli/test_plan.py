@@ -28,7 +28,7 @@ def test_table_of_the_issues_example(capsys):
     assert "70.6B parameters, 80 layers, 320 KiB of KV cache a token" in out
     assert "ruled out: P16T1 sipipe: TPOT" in out
     assert "over the budget of 50 ms" in out
-    assert "nothing of SiPipe has run on a GPU yet" in out
+    assert "run on a GPU" not in out
     greedy, everything = out.split("sampling: ")[1:]
     for part in (greedy, everything):
         commands = [

@@ -118,6 +118,7 @@ def test_nanoseconds_survive_microseconds(ns):
     ("arguments", "status", "message"),
     [
         (["report", "/nowhere"], 1, "no such directory"),
+        (["report", "REPLICAS"], 1, "did you mean {0}/sipipe or {0}/stock?"),
         (["report", "DIR", "--from", "soon"], 2, "--from: must be a number"),
         (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a whole number of 0"),
         (["report"], 2, "required: DIR"),
@@ -130,10 +131,10 @@ def test_nanoseconds_survive_microseconds(ns):
 )
 def test_mistakes_get_one_line(example, capsys, arguments, status, message):
     capsys.readouterr()
-    arguments = [str(example / "sipipe") if a == "DIR" else a for a in arguments]
-    assert main(["trace", *arguments]) == status
+    places = {"DIR": example / "sipipe", "REPLICAS": example}
+    assert main(["trace", *(str(places.get(word, word)) for word in arguments)]) == status
     error = capsys.readouterr().err
-    assert message in error
+    assert message.format(example) in error
     assert error.count("\n") == 1
 
 

@@ -47,7 +47,10 @@ def vllm_config(**changes):
             "is_diffusion": False,
             "enable_trace_replay": False,
             "has_inner_state": False,
+            "rswa_window": None,
         },
+        "cache_config": {"kv_sharing_fast_prefill": False},
+        "observability_config": {"cudagraph_metrics": False},
         "aux_output_config": {"enabled": False},
         "scheduler_config": {"async_scheduling": False},
     }
@@ -73,6 +76,14 @@ def vllm_config(**changes):
         (
             {"speculative_config": drafts(), "model_config__has_inner_state": True},
             "--speculative-config.*recurrent",
+        ),
+        (
+            {"speculative_config": drafts(), "model_config__is_encoder_decoder": True},
+            "--speculative-config.*encoder-decoder",
+        ),
+        (
+            {"speculative_config": drafts(), "cache_config__kv_sharing_fast_prefill": True},
+            "--speculative-config.*--kv-sharing-fast-prefill",
         ),
         (
             {"speculative_config": drafts(), "kv_transfer_config": object()},
@@ -190,6 +201,7 @@ def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
         ({"model_config__is_diffusion": True}, {}, "diffusion"),
         ({"model_config__enable_trace_replay": True}, {}, "--enable-trace-replay"),
         ({"aux_output_config__enabled": True}, {}, "routed experts"),
+        ({"observability_config__cudagraph_metrics": True}, {}, "--cudagraph-metrics"),
         ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
     ],
 )

@@ -60,6 +60,7 @@ def test_a_command_says_it_without_a_traceback(damaged, door):
         assert CAUSE in lines[-1]
 
 
+@pytest.mark.slow
 def test_the_library_raises(damaged, tmp_path):
     log = tmp_path / "log"
     with pytest.raises(pytest.fail.Exception), Engine(damaged, log=log, **shared(2)) as engine:

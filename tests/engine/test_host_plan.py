@@ -24,7 +24,7 @@ from sipipe.engine.hosts import (
 from sipipe.engine.opening import make_links
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.ipc.connection import Connection
-from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.ipc.errors import PeerDiedError
 
 SECRET = "a secret of the tests"
 BOUND = 60.0  # seconds; of a machine at its worst

@@ -1,5 +1,7 @@
 """KV connectors: caches that come from, and go to, somewhere else, by all stages."""
 
+from functools import cache
+
 import pytest
 from tests.engine.engines import (
     Engine,
@@ -35,7 +37,8 @@ def asked(count=6):
     return [{"prompts": prompts(count, longest=120, seed=4), "params": greedy(count)}]
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
 def test_a_cache_outlives_its_engine(models, tmp_path, stages):
     """What an engine of two stages has stored is loaded by another, of as many stages or one."""
     path, batches = model(models), asked()
@@ -63,6 +66,31 @@ def on_shelf(directory, *, policy="fail", **extra):
     }
 
 
+FEW = {"block_size": 32, "num_gpu_blocks_override": 60}
+BATCHES = [
+    {"prompts": prompts(12, longest=300, seed=21), "params": greedy(12, shortest=2, longest=9)},
+    {"prompts": prompts(1, longest=300, seed=21), "params": greedy(1)},
+]
+MANY = [{"prompts": prompts(10, longest=200, seed=22), "params": greedy(10)}]
+
+
+@pytest.fixture(scope="module")
+def stored(models, tmp_path_factory):
+    """Where an engine of two stages has stored blocks, by its ranks."""
+    path = model(models)
+
+    @cache
+    def directory(ranks):
+        made = tmp_path_factory.mktemp("shelf")
+        with Engine(path, **shared(2, ranks), **FEW, **on_shelf(made)) as engine:
+            assert_stock(engine.run([*BATCHES, *MANY]), path, [*BATCHES, *MANY])
+        engines = len(list(made.glob("engine-*")))
+        assert engines == 1, "all stages have one engine id"
+        return made
+
+    return directory
+
+
 @pytest.mark.parametrize(
     ("stages", "ranks", "settings"),
     [
@@ -72,36 +100,24 @@ def on_shelf(directory, *, policy="fail", **extra):
         pytest.param(2, 1, {"cpu_sampling": "off"}, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_come_and_go_while_others_are_served(models, tmp_path, stages, ranks, settings):
+def test_blocks_come_and_go_while_others_are_served(models, stored, stages, ranks, settings):
     """From two stages to others; prompts in chunks, requests that wait for their blocks, alone and
     beside others, blocks that are held until all workers have stored them."""
     path = model(models)
-    batches = [
-        {"prompts": prompts(12, longest=300, seed=21), "params": greedy(12, shortest=2, longest=9)},
-        {"prompts": prompts(1, longest=300, seed=21), "params": greedy(1)},
-    ]
-    small = {"block_size": 32, "num_gpu_blocks_override": 60}
-    common = small | on_shelf(tmp_path)
-    with Engine(path, **shared(2, ranks), **common) as engine:
-        assert_stock(engine.run(batches), path, batches)
-    engines = len(list(tmp_path.glob("engine-*")))
-    assert engines == 1, "all stages have one engine id"
-    with Engine(path, **shared(stages, ranks, **settings), **common) as engine:
-        said = engine.run(batches)
-    assert_stock(said, path, batches)
-    lengths = [len(prompt) - 1 for prompt in batches[0]["prompts"]]
+    with Engine(
+        path, **shared(stages, ranks, **settings), **FEW, **on_shelf(stored(ranks))
+    ) as engine:
+        said = engine.run(BATCHES)
+    assert_stock(said, path, BATCHES)
+    lengths = [len(prompt) - 1 for prompt in BATCHES[0]["prompts"]]
     assert [request["cached"] for request in said[0]] == [n // 32 * 32 for n in lengths]
 
 
 @pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
-def test_blocks_that_cannot_be_loaded_are_computed_or_fail_their_request(models, tmp_path, policy):
-    path = model(models)
-    batches = [{"prompts": prompts(10, longest=200, seed=22), "params": greedy(10)}]
-    small = {"block_size": 32, "num_gpu_blocks_override": 256}
-    with Engine(path, **shared(2), **small, **on_shelf(tmp_path)) as engine:
-        assert_stock(engine.run(batches), path, batches)
-    failing = on_shelf(tmp_path, policy=policy, fails=3)
-    with Engine(path, **shared(2), **small, **failing) as engine:
+def test_blocks_that_cannot_be_loaded_are_computed_or_fail_their_request(models, stored, policy):
+    path, batches = model(models), MANY
+    failing = on_shelf(stored(1), policy=policy, fails=3)
+    with Engine(path, **shared(2), **FEW, **failing) as engine:
         said = engine.run(batches)
     if policy == "recompute":
         assert_stock(said, path, batches)

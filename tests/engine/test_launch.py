@@ -23,8 +23,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sipipe.cli import main
 from sipipe.cores import CorePlan, cpus_of, this_machine
-from sipipe.engine import arguments, kv_memory, launch, plugin, replicas, setup
+from sipipe.engine import arguments, kv_memory, launch, plugin, setup
 from sipipe.engine.executor import Executor
+from sipipe.engine.memory_budget import memory_budget
 from sipipe.engine.setup import PipelineVllmConfig, decide
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError, tell
 from sipipe.ipc import memory
@@ -121,22 +122,22 @@ def test_a_wrong_setting_ends_vllms_commands_in_one_line_and_raises_in_python(
 def test_replicas_share_memory_and_cores_as_is_decided_before_they_start(model):
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
-    one, two = (
-        config_of(model, "-pp", "2", "-dp", n, "--max-model-len", "256") for n in ("1", "2")
-    )
+    plugin.register()
+    short = ("-pp", "2", "--max-model-len", "256", "-dp")
+    one, two = (config_of(model, *short, n) for n in ("1", "2"))
     setup = decide(two)
     assert setup.kv_bytes == pytest.approx(decide(one).kv_bytes / 2, rel=0.2)
     assert setup.describe()[0].startswith("replica 0 of 2")
-    replicas.tell_replicas(setup)
-    begun = pickle.loads(pickle.dumps(two))
+    begun = pickle.loads(pickle.dumps(by_vllm(model, *short, "2")))
     begun.parallel_config.data_parallel_index = 1
     begun.parallel_config.reconfigure_for_independent_dp_rank()
     other = decide(begun)
-    assert begun.cache_config.kv_cache_memory_bytes == setup.kv_bytes
+    given = begun.cache_config.kv_cache_memory_bytes
+    assert given == pytest.approx(setup.kv_bytes, rel=0.2)
     assert other.kv_bytes is None
     assert other.describe()[0].startswith("replica 1 of 2")
-    assert len(other.budget()) == len(setup.budget())
-    assert all(a.size == 2 * b.size for a, b in zip(setup.budget(), other.budget(), strict=True))
+    each = memory_budget(other)
+    assert memory_budget(setup) == {what: 2 * size for what, size in each.items()}
     everything = cpus_of(this_machine())
     assert setup.cores.cpus | other.cores.cpus <= set(everything)
     if len(everything) > 1:
@@ -164,7 +165,6 @@ def test_eager_is_the_default_of_short_commands_on_cpu(model):
         pytest.skip("a CUDA build of vLLM")
     assert arguments.parse_engine_args([model], {}).enforce_eager
     assert not arguments.parse_engine_args([model, "--no-enforce-eager"], {}).enforce_eager
-    assert not arguments.parse_engine_args([model], None, eager_on_cpu=False).enforce_eager
 
 
 def test_words_may_stand_anywhere_beside_vllms_options(model):
@@ -284,7 +284,7 @@ def test_every_door_divides_the_memory_that_is_free(model, nodes, monkeypatch, d
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
     plugin.register()
-    monkeypatch.setattr(replicas, "plan_cores", lambda *_, **__: plan((0,), (1,)))
+    monkeypatch.setattr(setup, "plan_cores", lambda *_, **__: plan((0,), (1,)))
 
     def given(*argv):
         config = door(model, "-pp", "2", "--max-model-len", "256", *argv)

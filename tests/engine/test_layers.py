@@ -1,10 +1,12 @@
 """Which layers the stages get: SiPipe's cut, vLLM's, or the user's; no engine is started."""
 
+import copy
 import os
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +16,8 @@ from benchmarks.make_model.checkpoint import make_model
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import arguments, plugin
-from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
-from sipipe.engine.layers.cut import fill
+from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers, model_facts
+from sipipe.engine.layers.cut import fill, kv_lost
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary, columns, settle
 from sipipe.errors import ConfigError
 from sipipe.worker.world import cut_model
@@ -74,6 +76,19 @@ def test_the_users_cut(engine_config, monkeypatch):
     assert choose(engine_config, by_cost=False, layers=[7, 1]) == (7, 1)
     monkeypatch.setenv(VARIABLE, "5,3")
     assert choose(engine_config) == (5, 3)
+
+
+def test_weights_have_the_width_that_they_are_served_in(engine_config):
+    assert model_facts(engine_config).weight_bytes == 2, "vLLM serves a float32 file in bfloat16"
+    made = copy.copy(engine_config)
+    made.model_config = copy.copy(engine_config.model_config)
+    made.model_config.dtype = torch.float32
+    assert model_facts(made).weight_bytes == 4
+
+
+def test_a_stage_without_layers_costs_no_cache(engine_config):
+    assert kv_lost(model_facts(engine_config), (0, 8), 1, 80e9) > 0
+    assert kv_lost(model_facts(engine_config), (8, 0), 1, 80e9) > 0
 
 
 @pytest.mark.parametrize("layers", [[8], [4, 3], [2, 2, 4]])

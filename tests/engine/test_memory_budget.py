@@ -9,12 +9,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from sipipe.config import SiPipeConfig
+from sipipe.cores import CorePlan
 from sipipe.engine import memory_budget
 from sipipe.engine.bus import ring_sizes
-from sipipe.engine.logits_room import rows_needed
+from sipipe.engine.layers.vocabulary import Vocabulary
+from sipipe.engine.setup import Setup
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.ring.dispatch import DispatchProducer
@@ -22,17 +28,34 @@ from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import LivePage, PageHeader
 
-SIZES = {
-    "stages": 3,
-    "ranks": 1,
-    "samplers": 2,
-    "inflight": 4,
-    "vocabulary": 5_003,
-    "dtype": "bfloat16",
-    "sequences": 24,
-    "tokens": 700,
-    "hidden": 48,
-}
+VOCABULARY, HIDDEN = 5_003, 48
+
+
+def setup_of(*, stages=3, samplers=2, device="cpu") -> Setup:
+    """Of an engine with 4 microbatches in flight."""
+    model = SimpleNamespace(
+        get_vocab_size=lambda: VOCABULARY, get_hidden_size=lambda: HIDDEN, dtype="torch.bfloat16"
+    )
+    vllm_config = SimpleNamespace(
+        model_config=model,
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=stages, tensor_parallel_size=1, data_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=24, max_num_batched_tokens=700),
+        speculative_config=None,
+    )
+    return Setup(
+        vllm_config=vllm_config,
+        config=SiPipeConfig(inflight=4),
+        reason="",
+        layers=(1,) * stages,
+        vocabulary=Vocabulary(),
+        cores=CorePlan(workers=(((),),) * stages, samplers=((),) * samplers, scheduler=()),
+        node=0,
+        here=range(stages),
+        kv_bytes=None,
+    )
 
 
 def mapped() -> dict[str, int]:
@@ -55,18 +78,18 @@ def opened(make) -> tuple[object, int]:
 
 
 def test_the_budget_is_what_the_channels_map():
-    parts = {part.what: part.size for part in memory_budget.memory_budget(**SIZES)}
-    inflight, readers = SIZES["inflight"], ["sampler0", "sampler1"]
-    made, size = opened(lambda: DispatchProducer("bic-i", **ring_sizes(inflight)))
+    setup = setup_of()
+    parts = memory_budget.memory_budget(setup)
+    made, size = opened(lambda: DispatchProducer("bic-i", **ring_sizes(setup.slots)))
     assert size == parts.pop("BIC-I")
     made.close()
     made, size = opened(
         lambda: LogitsChannel(
             "bic-l",
-            LogitsShape(vocab=SIZES["vocabulary"], dtype=SIZES["dtype"]),
-            rows=rows_needed(SIZES["sequences"], inflight),
-            entries=memory_budget.logits_entries(inflight),
-            readers=readers,
+            LogitsShape(vocab=VOCABULARY, dtype=setup.dtype),
+            rows=setup.logits_rows,
+            entries=memory_budget.logits_entries(setup.slots),
+            readers=["sampler0", "sampler1"],
         )
     )
     assert size == parts.pop("logits")
@@ -74,7 +97,7 @@ def test_the_budget_is_what_the_channels_map():
     made, size = opened(lambda: LivePage.create(PageHeader(stages=3, samplers=2)))
     assert size == -(-parts.pop("figures") // mmap.PAGESIZE) * mmap.PAGESIZE
     made.close()
-    made, size = opened(_links)
+    made, size = opened(lambda: _links(setup))
     assert size == parts.pop("hidden states")
     for end in made:
         end.close()
@@ -82,16 +105,14 @@ def test_the_budget_is_what_the_channels_map():
 
 
 def test_only_what_there_is_counts():
-    parts = {part.what for part in memory_budget.memory_budget(**SIZES | {"samplers": 0})}
-    assert "logits" not in parts
-    for more in ({"stages": 1}, {"on_gpu": True}):
-        parts = {part.what for part in memory_budget.memory_budget(**SIZES | more)}
-        assert "hidden states" not in parts
+    assert "logits" not in memory_budget.memory_budget(setup_of(samplers=0))
+    for setup in (setup_of(stages=1), setup_of(device="cuda")):
+        assert "hidden states" not in memory_budget.memory_budget(setup)
 
 
 def test_the_sum_of_all_parts_has_to_be_there(monkeypatch):
-    parts = memory_budget.memory_budget(**SIZES)
-    needed = sum(part.size for part in parts)
+    parts = memory_budget.memory_budget(setup_of())
+    needed = sum(parts.values())
     monkeypatch.setattr(memory, "free_bytes", lambda: needed)
     memory_budget.check_budget(parts)
     monkeypatch.setattr(memory, "free_bytes", lambda: needed - 1)
@@ -107,11 +128,7 @@ from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.logits import LogitsShape
 info = os.statvfs("/dev/shm")
 assert info.f_bavail * info.f_frsize <= 1 << 20
-sizes = dict(stages=2, ranks=1, samplers=1, inflight=3, vocabulary=32_000, dtype="bfloat16",
-             sequences=64, tokens=256, hidden=256)
-budget = memory_budget.memory_budget(**sizes)
-assert sum(part.size for part in budget) > 8 << 20
-memory_budget.check_budget(budget)
+memory_budget.check_budget({"logits": 8 << 20})
 LogitsChannel("bic-l", LogitsShape(vocab=32_000, dtype="bfloat16"), rows=128, entries=5).close()
 print("fits")
 """
@@ -142,24 +159,24 @@ def test_channels_fit_beside_a_dev_shm_that_is_too_small():
     assert done.stdout == "fits\n", done.stderr
 
 
-def _links() -> list:
+def _links(setup: Setup) -> list:
     """Both ends of the links between the stages, with a microbatch on its way."""
     import torch
 
     from sipipe.ipc.link.endpoint import open_receiver, open_sender
-    from sipipe.messages.link import LinkEndpoint, buffer_tokens
+    from sipipe.messages.link import LinkEndpoint
 
     ends = []
-    for stage in range(SIZES["stages"] - 1):
+    for stage in range(setup.stages - 1):
         link = LinkEndpoint(
             kind="shm",
-            buffer_tokens=buffer_tokens(SIZES["sequences"], SIZES["tokens"]),
-            depth=max(2, SIZES["inflight"]),
+            buffer_tokens=setup.link_tokens,
+            depth=max(2, setup.slots),
             name=f"stage{stage}-{stage + 1}.r0",
         )
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sender, receiver = open_sender(link, pair[0]), open_receiver(link, pair[1])
-        hidden = torch.zeros(3, SIZES["hidden"], dtype=torch.bfloat16)
+        hidden = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
         sender.send(0, 3, {"hidden_states": hidden, "residual": hidden})
         receiver.take(0, 3)
         ends += [sender, receiver]

@@ -1,6 +1,7 @@
 """Calls over a stream that is only written down: who answers, who fails, and who goes on."""
 
 import pickle
+from concurrent.futures import Future
 
 import pytest
 
@@ -35,6 +36,13 @@ def test_who_is_late_while_the_engine_starts_is_named(calls):
     late = r'not ready in time: a call of Describe waits for stage0\.0 for 0 s.*"start_timeout"'
     with pytest.raises(StallError, match=late):
         result_of(called, calls.oldest, 0)
+
+
+def test_another_host_says_itself_who_is_late():
+    future = Future()
+    future.set_exception(StallError("not ready in time: stage1.0"))
+    with pytest.raises(StallError, match=r"^not ready in time: stage1\.0$"):
+        result_of(future, lambda: "WaitLoaded waits for host 1", 600)
 
 
 def test_results_are_those_of_all_ranks_in_order_or_of_one(calls):

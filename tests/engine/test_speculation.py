@@ -5,8 +5,9 @@ import random
 from importlib.util import find_spec
 
 import pytest
-from tests.engine.engines import Engine, crowded, greedy, model, prompts, run_engine
+from tests.engine.engines import crowded, greedy, model, prompts, run_engine, take_engine
 from tests.engine.test_features import make_adapter
+from tests.engine.test_second_runner import SEES, checkpoint, with_images
 
 pytestmark = pytest.mark.engine
 
@@ -64,9 +65,8 @@ def batches():
 
 def run(path, asked, **engine):
     """What came, and how many drafts were verified and drawn, by the engine's metrics."""
-    with Engine(path, disable_log_stats=False, **engine) as running:
-        found = running.run(asked)
-        counted = running.run([{"metrics": "vllm:spec_decode_num_"}])[0]
+    counters = {"metrics": "vllm:spec_decode_num_"}
+    *found, counted = run_engine(path, [*asked, counters], disable_log_stats=False, **engine)
     return found, counted
 
 
@@ -80,7 +80,7 @@ def with_and_without(path, asked, drafts=SPECULATIVE, **engine):
             assert mine == theirs
 
 
-@pytest.mark.parametrize("pp", [2, 1])
+@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_drafts_change_no_token(models, pp):
     with_and_without(model(models), batches(), sipipe={"samplers": 2}, pipeline_parallel_size=pp)
 
@@ -94,8 +94,9 @@ def test_suffix_trees_change_no_token_either(models):
 def test_a_killed_sampler_loses_drafts_and_no_token(models):
     path, asked = model(models), batches() * 3
     settings = {"sipipe": {"samplers": 2}, "pipeline_parallel_size": 2}
-    expected = run_engine(path, batches(), **settings) * 3
-    with Engine(path, speculative_config=SPECULATIVE, **settings) as engine:
+    expected = run(path, batches(), **settings)[0] * 3
+    drafting = settings | {"speculative_config": SPECULATIVE, "disable_log_stats": False}
+    with take_engine(path, **drafting) as engine:
         engine.submit(asked)
         engine.wait_until_generating()
         for number in (1, 2):
@@ -115,3 +116,13 @@ def test_nor_where_requests_are_preempted_share_blocks_and_have_adapters(models)
     }
     asked = [plain, plain | {"lora": [adapter] * 11}]
     with_and_without(path, asked, **crowded(), max_num_seqs=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["blip2", "isaac"])
+def test_nor_of_models_that_see(models, family):
+    """What stands for an image lies behind the vocabulary, and Isaac's positions have three dimensions."""
+    batches = with_images(family)
+    for batch in batches:
+        batch["params"] = [kinds()[i % 2 * 3] for i in range(len(batch["prompts"]))]
+    with_and_without(checkpoint(models, family), batches, pipeline_parallel_size=2, **SEES)

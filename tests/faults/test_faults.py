@@ -40,6 +40,7 @@ def test_a_few_faults_end_well(tmp_path):
     assert not any(sums[key] for key in BAD), (tmp_path / "log").read_text()[-6000:]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_an_hour_of_the_week_ends_well(tmp_path):
     sums = run(tmp_path / "log", "week.py", ["--requests", "240", "--faults", "60", "--parts", "2"])

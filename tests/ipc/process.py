@@ -9,7 +9,7 @@ from contextlib import closing
 
 import msgspec
 
-from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
+from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.ring.layout import RingEndpoint
 
@@ -46,7 +46,7 @@ def reader(endpoint, name, first, delay):
                         time.sleep(rng.random() * 0.002)
                     assert [bytes(part) for part in message.parts] == body_of(expected)
                     expected += 1
-        except (ChannelClosed, ChannelPeerDied) as end:
+        except (ChannelClosed, PeerDiedError) as end:
             say(f"{type(end).__name__} {expected}")
 
 

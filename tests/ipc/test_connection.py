@@ -16,9 +16,9 @@ from tests.ipc.link.conftest import HERE, free_port
 from sipipe.errors import ConfigError
 from sipipe.ipc import connection
 from sipipe.ipc.connection import Connection
+from sipipe.ipc.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.frames import FRAME
-from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
-from sipipe.ipc.secret import key_pairs, read_secret
+from sipipe.ipc.secret import private_keys, read_secret
 from sipipe.ipc.tcp import resolve
 
 BOUND = 30.0
@@ -334,12 +334,19 @@ def test_where_the_secret_comes_from(monkeypatch, tmp_path):
             read_secret()
     path.chmod(0o600)
     assert read_secret() == b"a secret in a file"
+    path.write_bytes(bytes(range(100, 132)))
+    word = read_secret()
+    assert len(word) == 64, "no text: in hexadecimal"
+    monkeypatch.setenv("SIPIPE_SECRET", word.decode())  # as Ray takes it to another host
+    assert read_secret() == word
+    monkeypatch.setitem(os.environ, "SIPIPE_SECRET", os.fsdecode(bytes(range(200, 216))))
+    assert read_secret() == bytes(range(200, 216)).hex().encode()
 
 
 def test_both_ends_make_the_same_keys_and_nothing_of_the_secret_is_in_them():
-    assert key_pairs(b"s" * 16) == key_pairs(b"s" * 16)
-    assert len({key for pair in key_pairs(b"s" * 16) for key in pair}) == 4
-    assert set(key_pairs(b"s" * 16)).isdisjoint(key_pairs(b"t" * 16))
+    keys = private_keys(b"s" * 16)
+    assert private_keys(b"s" * 16) == keys
+    assert len({*keys, *private_keys(b"t" * 16)}) == 4
 
 
 def test_an_end_whose_thread_fails_knows_no_peer_and_closes(open_both, monkeypatch):

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from sipipe.ipc.errors import ChannelError, ChannelTimeout
+from sipipe.errors import StallError
 from sipipe.ipc.ring import reader as ring_reader
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 from sipipe.ipc.ring.ring import Ring
@@ -105,9 +105,9 @@ def test_a_late_sampler_is_named(make):
     for i in range(2):
         with writer.acquire(i, 1, i, 0):
             pass
-    with pytest.raises(ChannelTimeout) as late, writer.acquire(2, 1, 2, 0.02):
+    names_it = pytest.raises(StallError, match="that s should have left")
+    with names_it, writer.acquire(2, 1, 2, 0.02):
         pass
-    assert late.value.late == ("s",)
     assert [reader.receive().iteration for _ in range(2)] == [0, 1]
     with writer.acquire(2, 1, 2, 1):
         pass
@@ -158,7 +158,7 @@ def test_sizes_and_ranks(make):
     owner, (writer,), _ = make()
     with pytest.raises(AssertionError), writer.acquire(0, 9, 12):
         pass
-    with pytest.raises(ChannelError, match="has a writer already"):
+    with pytest.raises(AssertionError, match="has a writer already"):
         LogitsWriter(owner.endpoint, 0)
     for bad in ({"rows": 0}, {"vocab": 0}, {"entries": 2}, {"dtype": "int8"}):
         with pytest.raises(AssertionError):

@@ -10,7 +10,7 @@ import pytest
 
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
-from sipipe.ipc.errors import ChannelError, ChannelPeerDied
+from sipipe.ipc.errors import ChannelError, PeerDiedError
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer
@@ -28,13 +28,24 @@ def test_a_reused_process_id_is_recognised():
     with closing(DispatchProducer("test", readers=["a"])) as producer:
         old = producer.endpoint.memory
         wrong = Endpoint(old.channel, old.path, "00" * 16, old.size)
-        with pytest.raises(ChannelPeerDied, match="is gone"):
+        with pytest.raises(PeerDiedError, match="is gone"):
             SharedMemory.attach(wrong)
 
 
 def test_too_many_readers():
     with pytest.raises(ChannelError, match="no room for a reader beyond 256"):
         DispatchProducer("test", readers=[f"r{i}" for i in range(257)])
+
+
+def test_memory_that_cannot_be_had_leaves_nothing_open(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ResourceError, match=r"cannot get .* of shared memory"):
+        SharedMemory.create("test", 1)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.fixture
@@ -75,7 +86,7 @@ def test_a_wait_without_a_bound_ends_when_the_holder_is_gone(file):
 def test_a_forked_child_does_not_keep_its_parents_locks():
     code = """
 import os, sys
-from sipipe.ipc.errors import ChannelPeerDied
+from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 producer = DispatchProducer("test", readers=["a"])
 reader = DispatchReader(producer.endpoint, "a")
@@ -87,7 +98,7 @@ if os.fork() == 0:
 producer._ring.close()  # what the kernel does to a process that dies
 try:
     reader.receive()
-except ChannelPeerDied:
+except PeerDiedError:
     print("noticed")
 """
     done = subprocess.run(

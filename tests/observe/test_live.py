@@ -77,6 +77,34 @@ def test_pages_are_found_by_run_and_by_process(page):
     assert mine not in found(pid=2**22 + 1)
 
 
+def test_a_page_is_found_beside_what_is_none_and_what_closes_meanwhile(page, monkeypatch):
+    damaged = LivePage.create(page.header)
+    damaged._memory[8:9] = b"?"  # its header is being written, or another version's
+    with pytest.raises(TraceError, match="statistics page /proc/"):
+        LivePage.attach(damaged.path)
+    unfinished = os.memfd_create("sipipe-live")
+    read, closed = os.readlink, []
+
+    def readlink(link):
+        if str(link).startswith(f"/proc/{os.getpid()}/") and not closed:
+            closed.append(link)
+            raise FileNotFoundError(link)
+        return read(link)
+
+    # The page's own descriptor is the last one, and those before it are in the way.
+    last = os.dup(page._descriptor)
+    monkeypatch.setattr(os, "readlink", readlink)
+    found = find(pid=os.getpid())
+    monkeypatch.undo()
+    for descriptor in (last, unfinished):
+        os.close(descriptor)
+    damaged.close()
+    assert closed
+    assert page.header.created_ns in {one.header.created_ns for one in found}
+    for one in found:
+        one.close()
+
+
 def test_a_page_is_gone_with_its_owner():
     program = (
         "from sipipe.observe.live import LivePage, PageHeader\n"

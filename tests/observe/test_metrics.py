@@ -119,12 +119,14 @@ def test_time_without_requests_grows_while_it_lasts(page):
     def idle():
         return {name: value for name, _, value in samples(poll)}["sipipe_idle_seconds"]
 
-    now = time.monotonic_ns()
-    executor.set(Word.IDLE_FROM, now - 5 * 10**9)
-    assert 5 <= idle() <= idle()
-    executor.set(Word.IDLE_TO, now)
-    executor.add(Word.IDLE_NS, 5 * 10**9)
-    assert idle() == 5
+    began = time.monotonic_ns() - 5 * 10**9
+    executor.set(Word.IDLE_FROM, began)
+    assert 5 <= idle() <= (last := idle())
+    ended = time.monotonic_ns()
+    executor.set(Word.IDLE_TO, ended)
+    assert idle() == last, "between its two words"
+    executor.add(Word.IDLE_NS, ended - began)
+    assert last <= idle() == (ended - began) / 1e9
 
 
 def test_ranks_of_a_stage_have_queues_of_their_own():

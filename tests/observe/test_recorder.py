@@ -318,8 +318,25 @@ def test_hosts_are_aligned_by_the_wall_clock_of_the_head(tmp_path):
     assert not trace.warnings
 
 
+def test_its_thread_begins_with_the_first_record(tmp_path):
+    """Workers are forked before: with it they would import vLLM anew (engine.forking.may_fork)."""
+
+    def spillers():
+        return [thread for thread in threading.enumerate() if thread.name == "sipipe-trace"]
+
+    before = spillers()
+    open_recorder(tmp_path, Header(role="executor")).close()  # an engine that did not come so far
+    recorder = open_recorder(tmp_path, Header(role="executor"))
+    assert spillers() == before
+    recorder.record(Phase.IDLE, 0, 0, 1, 2)
+    assert spillers() == [*before, recorder._spiller]
+    recorder.close()
+    assert spillers() == before
+
+
 def test_cpu_time_is_sampled(tmp_path):
     recorder = open_recorder(tmp_path, Header(role="stage"))
+    recorder.record(Phase.FORWARD, 0, 0, 1, 2)
     until = time.process_time() + 0.05
     while time.process_time() < until:
         pass

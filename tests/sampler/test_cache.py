@@ -205,8 +205,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str,
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
-        ("nbi", lambda data: b""),
-        ("nbc", lambda data: data[:40]),
+        pytest.param("nbi", lambda data: b"", marks=pytest.mark.slow),
+        pytest.param("nbc", lambda data: data[:40], marks=pytest.mark.slow),
         ("nbc", lambda data: data[:-9] + bytes(9)),
     ],
     ids=["an empty index", "code cut off", "zeros amid code"],

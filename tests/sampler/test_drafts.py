@@ -12,7 +12,7 @@ from sipipe.sampler.kernels.ngrams import LOOKS
 from sipipe.sampler.kernels.rows import NOT_DRAWN
 from sipipe.sampler.state import SequenceColumns
 
-MOST, LONGEST, SHORTEST, VOCAB = 5, 4, 2, 40
+MOST, LONGEST, SHORTEST, VOCAB = 5, 4, 2, 60
 LIKELY = 1e-9
 
 
@@ -24,7 +24,8 @@ def drafter():
     return NGrams(
         NGramSettings(
             num_speculative_tokens=MOST, prompt_lookup_max=LONGEST, prompt_lookup_min=SHORTEST
-        )
+        ),
+        VOCAB,
     )
 
 
@@ -112,6 +113,15 @@ def offers(drafts, tokens, worth=0.55):
         found.append(sum(len(each) // 4 for _, each in proposed))
         drafts.append([1], [token])
     return found
+
+
+def test_a_draft_ends_before_what_stands_for_an_image():
+    drafts = drafter()
+    drafts.join(1, int32([1, 2, 3, 4, VOCAB, 5, 6, 1]), int32([2]))
+    [(_, found)] = drafts.propose(int32([1]), int32([0]), int32([3]), 0.01)
+    assert np.frombuffer(found, np.int32).tolist() == [4]
+    drafts.append([1], [3])
+    assert drafts.propose(int32([1]), int32([0]), int32([4]), 0.01) == []
 
 
 def test_a_copy_goes_on_where_chance_hits_do_not():

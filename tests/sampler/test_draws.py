@@ -71,7 +71,9 @@ def check(x: np.ndarray, strategy: str, count: int, **options: object) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
-@pytest.mark.parametrize("size", [7, 300, 6000])
+@pytest.mark.parametrize(
+    "size", [300, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 6000))]
+)
 def test_frequencies(strategy: str, shape: str, size: int) -> None:
     check(logits(shape, size), strategy, 4000, seed=size)
 
@@ -201,7 +203,14 @@ def over_rows(strategy: str, shape: str, size: int, batch: int, total: int) -> f
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("shape", "batch"), [("flat", 1024), ("tied", 1024), ("zipf", 1)])
+@pytest.mark.parametrize(
+    ("shape", "batch"),
+    [
+        ("flat", 1024),
+        ("tied", 1024),
+        pytest.param("zipf", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_frequencies_over_different_rows(strategy: str, shape: str, batch: int) -> None:
     assert over_rows(strategy, shape, 300, batch, 1024) > 1e-4
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numba
 import numpy as np
 import pytest
@@ -217,3 +220,23 @@ def test_derived_seeds_are_fixed() -> None:
     assert len({derive_seed(e, f"{r}") for e in range(10) for r in range(100)}) == 1000
     assert derive_seed(1, "2") != derive_seed(12, "")
     assert 0 <= derive_seed(0, "cmpl-1") < 2**64
+
+
+def test_a_warm_up_has_every_kernel_that_is_called_from_python() -> None:
+    """Else `sipipe warm` leaves something to compile while requests wait."""
+    code = """
+from sipipe import jit
+from sipipe.sampler import warmup
+from sipipe.sampler.drafts import warm_up_ngrams
+from sipipe.sampler.kernels import ngrams, rows, tables
+warmup.warm_up(["float32"])
+warm_up_ngrams()
+for module in (ngrams, rows, tables):
+    for name, it in vars(module).items():
+        if isinstance(getattr(it, "_cache", None), jit._Cache) and not it.signatures:
+            print(name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert not done.stdout

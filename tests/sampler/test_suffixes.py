@@ -72,7 +72,8 @@ def drafts(monkeypatch):
             suffix_decoding_max_cached_requests=10,
             suffix_decoding_max_spec_factor=3.0,
             suffix_decoding_min_token_prob=0.1,
-        )
+        ),
+        100,
     )
 
 
@@ -104,6 +105,13 @@ def test_what_came_for_others_is_proposed_too_and_stays_when_they_leave(drafts):
     drafts.join(2, int32([70, 71]), int32([]))
     drafts.append([2, 2], [5, 6])
     assert proposed(drafts, [2], [7])[2][:2] == [8, 9]
+
+
+def test_a_draft_ends_before_what_stands_for_an_image(drafts):
+    drafts.join(1, int32([1, 2, 3, 4, 100, 5, 6, 1]), int32([2]))
+    assert proposed(drafts, [1], [3]) == {1: [4]}
+    drafts.append([1], [3])
+    assert proposed(drafts, [1], [4]) == {}
 
 
 def test_a_request_that_was_preempted_begins_anew(drafts):

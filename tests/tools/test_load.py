@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -172,6 +173,7 @@ def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, mod
 def test_draws_that_are_not_the_servers_own_are_told(url, monkeypatch):
     random.seed(0)
     assert load.draws(url, 2048)["p"] > 1e-4
+    assert load.draws(url, 300)["draws"] == 300
     monkeypatch.setattr(Server, "bias", 1.0)
     assert load.draws(url, 2048)["p"] < 1e-6
 
@@ -202,9 +204,16 @@ def test_draws_behind_the_k_are_told(url, monkeypatch):
             "--x: no such option",
         ),
         ("import sys; sys.exit(7)", SiPipeError, "the server ended with status 7"),
+        ("import sys; sys.exit(2)", SiPipeError, "the server ended with status 2"),
     ],
 )
 def test_a_server_that_does_not_start_says_why(code, kind, words):
     command = [sys.executable, "-c", code]
     with pytest.raises(kind, match=words):
         load.run(job("", "m", command=command, mixes={}, loads=[]))
+
+
+def test_a_process_without_a_command_line_has_its_memory_told():
+    with subprocess.Popen([""], executable="/bin/cat", stdin=subprocess.PIPE) as process:
+        assert list(load.memory_mib(process.pid)) == ["cat"]
+        process.stdin.close()

@@ -23,11 +23,13 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from sipipe.config import SiPipeConfig
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.boots import Watched, WorkerBoot
+from sipipe.messages.calls import OpenChannels
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.worker import loaded_stage
 from sipipe.worker.loop import StageLoop
+from sipipe.worker.stage import Surroundings
 from sipipe.worker.world import PipelineStandIn
 
 BLOCK, REQUESTS, TOKENS, INFLIGHT = 4, 16, 64, 3
@@ -78,10 +80,17 @@ def boot_of(place, **settings):
 
 class Stages:
     """A pipeline; ``state`` makes the runners' model states. ``threads``: the stages' device threads
-    run; ``stage``: what stages are."""
+    run; ``stage``: what stages are; ``opened``: their channels are, else ``opening`` has it done."""
 
     def __init__(
-        self, stages, *, state=DefaultModelState, threads=True, stage=WatchedStage, **settings
+        self,
+        stages,
+        *,
+        state=DefaultModelState,
+        threads=True,
+        stage=WatchedStage,
+        opened=True,
+        **settings,
     ):
         shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
         self.channel = LogitsChannel(
@@ -95,6 +104,7 @@ class Stages:
         for found, (end, _) in zip(ends, pairs, strict=False):
             found.append(end)
         link = LinkEndpoint(kind="shm", buffer_tokens=TOKENS, stall_timeout=HAND_OVER)
+        self.opening = OpenChannels(links=[link] * (stages - 1), logits=self.channel.endpoint)
         self.reported, self.failed, self.loops, self.runners = [], [], [], []
         for index, sockets in enumerate(ends):
             place = place_of(index, stages)
@@ -104,15 +114,16 @@ class Stages:
                 patch.object(loaded_stage, "SampledStage", stage),
             ):
                 runner = Runner(place, CONFIG, BLOCK, state=state)
-                loop = StageLoop(
-                    boot_of(place, **settings),
-                    Worker(group, runner),
-                    sockets,
-                    self.reported.append,
-                    SimpleNamespace(record=lambda *_, **__: None),
-                    self.failed.append,
+                around = Surroundings(
+                    boot=boot_of(place, **settings),
+                    wrapper=Worker(group, runner),
+                    report=self.reported.append,
+                    recorder=SimpleNamespace(record=lambda *_, **__: None),
+                    fail=self.failed.append,
                 )
-                loop.open(links=[link] * (stages - 1), logits=self.channel.endpoint)
+                loop = StageLoop(around, sockets)
+                if opened:
+                    loop.open(self.opening)
             self.runners.append(runner)
             self.loops.append(loop)
         self.threads = [
@@ -212,3 +223,10 @@ class Requests:
             preempted_req_ids=preempted,
         )
         return output, samples
+
+
+def one_by_one(iterations):
+    """Outputs of so many iterations of one request that is in its prompt, a token each."""
+    requests = Requests()
+    requests.add("a", range(3, 40))
+    return [requests.schedule({"a": 1})[0] for _ in range(iterations)]

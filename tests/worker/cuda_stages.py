@@ -32,6 +32,7 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample import gumbel
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
+from sipipe.messages.calls import OpenChannels
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
@@ -40,6 +41,7 @@ from sipipe.observe.recorder import open_recorder
 from sipipe.worker.loop import StageLoop
 from sipipe.worker.projection import KEY
 from sipipe.worker.projection_thread import ProjectionThread
+from sipipe.worker.stage import Surroundings
 from sipipe.worker.vllm_workers import GPUStageWorker
 from sipipe.worker.world import PipelineStandIn
 
@@ -209,8 +211,8 @@ class Rig:
         worker.profiler, worker._pp_send_work = None, []
         parallel = SimpleNamespace(distributed_executor_backend=object())
         worker.vllm_config = SimpleNamespace(parallel_config=parallel)
-        loop = StageLoop(
-            SimpleNamespace(
+        around = Surroundings(
+            boot=SimpleNamespace(
                 place=place,
                 path="sipipe",
                 measures=False,
@@ -226,18 +228,18 @@ class Rig:
                 ),
                 watched=SimpleNamespace(inflight=INFLIGHT),
             ),
-            SimpleNamespace(worker=worker, execute_model=worker.execute_model),
-            sockets,
-            self.reported,
-            open_recorder(None, Header(role="stage")),
-            self.failed,
+            wrapper=SimpleNamespace(worker=worker, execute_model=worker.execute_model),
+            report=self.reported,
+            recorder=open_recorder(None, Header(role="stage")),
+            fail=self.failed,
         )
+        loop = StageLoop(around, sockets)
         self.loops.append(loop)
         if self.shared:
             start, stop = bounds[stage : stage + 2]
             loop._loaded.sharing.shard = Columns(start, stop, worker.model_runner.device)
             loop._loaded.sharing.writer = stage
-        loop.open(links=links, finals=heads, logits=self.channel.endpoint)
+        loop.open(OpenChannels(links=links, finals=heads, logits=self.channel.endpoint))
         loop.stage._publisher._progress = SteppedCondition(self)
         if self.shared and not stage:
             loop.stage._projection._progress = SteppedCondition(self)

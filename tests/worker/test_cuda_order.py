@@ -37,7 +37,7 @@ from .emulated_tensors import Factories, install  # noqa: E402
 from .integer_runner import Model, Tables  # noqa: E402
 from .test_gpu import hand_over  # noqa: E402
 
-SEEDS = 24
+QUICK, SEEDS = 10, 24
 TRIES = 60
 """Schedules among which one shows a planted hazard; most are shown by the first few."""
 
@@ -77,15 +77,12 @@ def plant_hazard(monkeypatch, owner, function, *swaps):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["last", "shared"])
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(
+    "seed", [*range(QUICK), *(pytest.param(i, marks=pytest.mark.slow) for i in range(QUICK, SEEDS))]
+)
 def test_results_are_right_and_nothing_waits_for_the_device(monkeypatch, seed, shared):
     """With the output projection on the last stage, and shared out."""
     assert not run(monkeypatch, seed, shared=shared)
-
-
-def test_a_seed_is_one_schedule(monkeypatch):
-    hazard = HAZARDS["hidden states are sent before they are computed"]
-    assert run(monkeypatch, 0, plant=hazard) == run(monkeypatch, 0, plant=hazard)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,9 +149,9 @@ HAZARDS = {
     ),
     "hidden states are given back before they are read": (
         SampledStage, "_receive",
-        "        self._links.release(self._iteration)\n", "",
+        "        self._links.release(inputs.iteration)\n", "",
         "for key, tensor in tensors.items():",
-        "self._links.release(self._iteration)\n        for key, tensor in tensors.items():",
+        "self._links.release(inputs.iteration)\n        for key, tensor in tensors.items():",
     ),
     "a set is written before the device has copied from it": (
         Copied, "wait_free", "if self._read[buffer_set] is not None:", "if False:",

@@ -153,8 +153,8 @@ def inputs_of(iteration, scheduled, sampled=None):
 def sample(stage, hidden, batch, asked, *, reports=True, sampled=None):
     """One iteration's ``sample``: what was launched, and the tokens on their way to the host."""
     stage._writes, stage._reports = True, reports
-    launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1)
-    stage.begin(inputs_of(0, asked, sampled), launched)
+    launched = Launched(inputs=inputs_of(0, asked, sampled))
+    stage.begin(launched)
     result, drawn, _ = stage._sample(hidden, batch, None)
     stage.end()
     assert not drawn.any(), "the runner is told of no token"
@@ -210,8 +210,7 @@ def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
             input_batch=now, hidden_states=torch.ones(2, 1)
         )
         now.query_start_loc = None
-        launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1)
-        last_stage.begin(inputs_of(0, now.req_ids), launched)
+        last_stage.begin(Launched(inputs=inputs_of(0, now.req_ids)))
         runner.sample_tokens(None)
         last_stage.end()
     assert calls == [[0, 1], "output"]

@@ -19,6 +19,7 @@ from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # 
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 
@@ -58,7 +59,7 @@ def hand_over(ranks, work):
                 device,
                 handover,
                 report=lambda *_: None,
-                record=lambda phase, launched, began, ended: phases.append((phase, ended - began)),
+                record=lambda phase, inputs, began, ended: phases.append((phase, ended - began)),
                 fail=pytest.fail,
                 stall_timeout=60,
             )
@@ -74,19 +75,12 @@ def hand_over(ranks, work):
             big = big @ big / 64
         logits += 1
         last = device.mark()
+        inputs = ModelInput(
+            iteration=iteration, slot=0, buffer_set=0, output=None, logits_row=iteration * BATCH
+        )
         for rank, publisher in enumerate(publishers):
-            publisher._logits.expect(iteration, iteration * BATCH)
-            publisher.put(
-                Launched(
-                    iteration=iteration,
-                    slot=0,
-                    num_reqs=BATCH,
-                    num_tokens=BATCH,
-                    first=first,
-                    last=last,
-                    logits=logits[:, rank * shard : (rank + 1) * shard],
-                )
-            )
+            columns = logits[:, rank * shard : (rank + 1) * shard]
+            publisher.put(Launched(inputs=inputs, first=first, last=last, logits=columns))
         torch.cuda.set_sync_debug_mode("default")
         expected.append(logits)
     for iteration, logits in enumerate(expected):
@@ -118,6 +112,7 @@ ON_GPU_1 = """
 import torch
 from sipipe.worker.device import CudaStageDevice
 from sipipe.worker.device_thread import Launched
+from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.publisher import Publisher
 torch.cuda.set_device(1)
 device, ran = CudaStageDevice(torch.device("cuda:1")), []
@@ -126,8 +121,8 @@ publisher = Publisher(
 )
 first = device.mark()
 last = device.mark()
-launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1, first=first, last=last)
-publisher.put(launched)
+inputs = ModelInput(iteration=0, slot=0, buffer_set=0, output=None)
+publisher.put(Launched(inputs=inputs, first=first, last=last))
 publisher.drain()
 publisher.close()
 assert ran

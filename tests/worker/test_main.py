@@ -9,20 +9,20 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
-from sipipe.ipc.link.errors import PeerDiedError
-from sipipe.messages.boots import Watched
-from sipipe.messages.calls import OpenChannels
+from tests.worker.arithmetic import Runner
+from tests.worker.arithmetic_stages import HAND_OVER, Stages, one_by_one
+from vllm.distributed import parallel_state
+
+from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.messages.header import Kind, encode_header
-from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import Reply
 from sipipe.worker import main as worker_main
-from sipipe.worker.double_buffer import DoubleBuffer
-
-from .fake_device import HAND_OVER, FakeStage
+from sipipe.worker.preparation import SiPipePrepares
 
 
 def iteration(number, output=None):
+    """``output``: of an iteration with one more token of a prompt, if it is left out."""
+    output = output or one_by_one(number + 1)[number]
     return [encode_header(Kind.SCHEDULE, 0, number), b"", pickle.dumps(output)]
 
 
@@ -74,49 +74,18 @@ class Reader:
         self.closed = True
 
 
-class Loop:
-    """A stage's loop over a fake device."""
-
-    def __init__(self, stage, *, opened=True):
-        self.stage, self.double_buffer = stage, None
-        if opened:
-            self.open()
-
-    def open(self):
-        self.double_buffer = DoubleBuffer(
-            self.stage, sets=2, stall_timeout=HAND_OVER, interrupt=self.stage.release_all
-        )
-        return "open"
-
-    def answer(self, request):
-        assert isinstance(request, OpenChannels)
-        return self.open()
-
-    def run(self, iteration, slot, output, logits_row, logits_rows):
-        self.double_buffer.prepare(iteration, slot, output)
-
-    def call(self, function):
-        return function() if self.double_buffer is None else self.double_buffer.call(function)
-
-    def doing(self):
-        return self.double_buffer.doing() if self.double_buffer is not None else ""
-
-    def close(self):
-        if self.double_buffer is not None:
-            self.double_buffer.close()
-
-
 class Worker:
     """What control calls find, in place of vLLM's wrapper."""
 
-    def __init__(self, stage, main):
-        self.stage, self.main = stage, main
+    def __init__(self, runner, main):
+        self.runner, self.main = runner, main
 
     def doing(self):
         return self.main._doing()
 
-    def seen(self):
-        return list(self.stage.sent)
+    def ran(self):
+        """How many iterations have."""
+        return len(self.runner.cache)
 
     def here(self):
         return threading.current_thread().name
@@ -133,50 +102,61 @@ class Worker:
 
 @pytest.fixture
 def process(monkeypatch):
-    """Runs a worker over messages; returns what it said to the engine."""
+    """Runs a worker over messages, one of a single stage; returns what it said to the engine."""
 
-    def run(messages, *, stage=None, opened=True, end=None):
-        stage = stage or FakeStage()
-        boot = SimpleNamespace(
-            place=StagePlace(stage=0, stages=2, tp_rank=0, tp_size=1),
-            layers=(2, 2),
-            watched=Watched(stages=2, inflight=2, run="test", model="none"),
-            local_rank=0,
-            distributed_init_method="file:///nowhere",
-        )
+    def run(messages, *, stages=None, end=None):
+        stages = stages or Stages(1, threads=False)
+        [loop], [runner] = stages.loops, stages.runners
         parent = Parent()
-        main = run.main = worker_main.Main(boot, parent, [])
-        main._call, main._wrapper = "", Worker(stage, main)
+        main = run.main = worker_main.Main(loop._around.boot, parent, [])
+        main._call, main._wrapper = "", Worker(runner, main)
         reader = run.reader = Reader(messages, end or ChannelClosed("closed"))
         monkeypatch.setattr(worker_main, "DispatchReader", lambda *_: reader)
-        main._loop = Loop(stage, opened=opened)
+        main._loop = loop
         try:
-            main.serve(main._loop)
+            main.serve(loop)
         finally:
             main._wrapper = None  # nothing of vLLM's to shut down
             main.close()
             if main._preparing is not None:
                 main._preparing.join(HAND_OVER)
+            stages.close()
         return parent.said
 
     return run
 
 
-def test_calls_run_between_iterations_and_are_answered(process):
-    stage = FakeStage()
-    messages = [iteration(0), grammar(0), iteration(1), call(7, "seen"), iteration(2)]
-    messages.append(call(8, "seen"))
-    assert process(messages, stage=stage) == [answer(7, [0, 1]), answer(8, [0, 1, 2])]
+@pytest.fixture
+def closed(monkeypatch):
+    """A stage whose channels a call is to open."""
+    stages = Stages(1, threads=False, opened=False)
+    monkeypatch.setattr(parallel_state, "_PP", stages.loops[0]._around.wrapper.group)
+    return stages
+
+
+def test_calls_run_between_iterations_and_are_answered(process, monkeypatch):
+    threads, me = [], threading.current_thread().name
+
+    def noted(real):
+        def note(*args):
+            threads.append(threading.current_thread().name)
+            return real(*args)
+
+        return note
+
+    monkeypatch.setattr(SiPipePrepares, "prepare", noted(SiPipePrepares.prepare))
+    monkeypatch.setattr(Runner, "forward", noted(Runner.forward))
+    messages = [iteration(0), grammar(0), iteration(1), call(7, "ran"), iteration(2)]
+    assert process([*messages, call(8, "ran")]) == [answer(7, 2), answer(8, 3)]
     assert process.reader.closed
-    assert stage.threads["prepare"] == "SiPipePreparing"
-    assert stage.threads["forward"] == threading.current_thread().name
+    assert sorted(threads) == sorted([me, "SiPipePreparing"] * 3)
 
 
-def test_calls_run_in_the_device_thread(process):
+def test_calls_run_in_the_device_thread(process, closed):
     me = threading.current_thread().name
-    asked = [call(1, "here"), call(2, OpenChannels(links=[])), iteration(0), call(3, "here")]
-    found = process(asked, opened=False)
-    assert found == [answer(1, me), answer(2, "open"), answer(3, me)]
+    asked = [call(1, "here"), call(2, closed.opening), iteration(0), call(3, "here")]
+    found = process(asked, stages=closed)
+    assert found == [answer(1, me), answer(2, None), answer(3, me)]
     assert process.main._preparing.name == "SiPipePreparing"
 
 
@@ -185,15 +165,15 @@ def test_calls_run_in_the_device_thread(process):
     [("broken", "no such adapter"), ("absent", "'Worker' object has no attribute 'absent'")],
 )
 def test_a_call_that_fails_is_an_answer_and_not_the_end(process, method, error):
-    assert process([call(1, method), iteration(0), call(2, "seen")]) == [
+    assert process([call(1, method), iteration(0), call(2, "ran")]) == [
         Reply(call=1, error=error),
-        answer(2, [0]),
+        answer(2, 1),
     ]
 
 
 def test_a_neighbours_death_in_a_call_is_the_end(process):
     with pytest.raises(PeerDiedError):
-        process([call(1, "mourn"), call(2, "seen")])
+        process([call(1, "mourn"), call(2, "ran")])
 
 
 @pytest.mark.parametrize(
@@ -205,38 +185,44 @@ def test_a_neighbours_death_in_a_call_is_the_end(process):
     ids=["it cannot be read", "its result cannot be sent"],
 )
 def test_what_cannot_be_pickled_is_an_answer_and_not_the_end(process, asked, error):
-    failed, read = process([asked, call(2, "seen")])
+    failed, read = process([asked, call(2, "ran")])
     assert failed.call == 1
     assert error in failed.error
-    assert read == answer(2, [])
+    assert read == answer(2, 0)
 
 
 def test_only_the_rank_that_is_asked_answers(process):
-    asked = [call(1, "seen", only=1), call(2, "lock", only=1), call(3, "seen", only=0)]
-    assert process(asked) == [answer(3, [])]
+    asked = [call(1, "ran", only=1), call(2, "lock", only=1), call(3, "ran", only=0)]
+    assert process(asked) == [answer(3, 0)]
 
 
-def test_without_a_data_plane_the_end_of_the_channel_is_raised(process):
+def test_without_a_data_plane_the_end_of_the_channel_is_raised(process, closed):
     with pytest.raises(ChannelClosed):
-        process([call(1, "seen")], opened=False)
+        process([call(1, "ran")], stages=closed)
 
 
-@pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])
-def test_an_error_in_an_iteration_comes_out_as_itself(process, where):
-    error = RuntimeError(f"{where} broke")
+@pytest.mark.parametrize("step", [(SiPipePrepares, "prepare"), (Runner, "forward")])
+def test_an_error_in_an_iteration_comes_out_as_itself(process, step, monkeypatch):
+    """Of either thread."""
+    error = RuntimeError("it broke")
+
+    def breaks(*_):
+        raise error
+
+    monkeypatch.setattr(*step, breaks)
     with pytest.raises(RuntimeError) as caught:
-        process([iteration(0), call(1, "seen")], stage=FakeStage(fail={(where, 0): error}))
+        process([iteration(0), call(1, "ran")])
     assert caught.value is error
 
 
 def test_a_dead_engine_is_an_error(process):
-    with pytest.raises(ChannelPeerDied):
-        process([call(1, "seen")], end=ChannelPeerDied("the engine died"))
+    with pytest.raises(PeerDiedError):
+        process([call(1, "ran")], end=PeerDiedError("the engine died"))
 
 
 def test_the_stall_report_says_what_a_call_and_both_threads_do(process):
-    threads = "(preparing thread) {}, (device thread) {}"
-    _, told = process([iteration(0), call(1, "seen"), call(2, "doing")])
+    threads = "(preparing thread) {}, (device thread) {}, (publisher) waits for the next iteration"
+    _, told = process([iteration(0), call(1, "ran"), call(2, "doing")])
     inside = threads.format("waits for the end of a call", "runs a call")
     assert told == answer(2, f"runs doing; {inside}")
     idle = threads.format("waits for a scheduling output", "waits for inputs")

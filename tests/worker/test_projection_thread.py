@@ -25,12 +25,13 @@ from tests.worker.test_projection_rows import Model, shards  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from sipipe.errors import StallError  # noqa: E402
-from sipipe.ipc.link.errors import LinkClosedError  # noqa: E402
+from sipipe.ipc.errors import LinkClosedError  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.projection import SharedProjection  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
@@ -96,10 +97,10 @@ class LateDevice:
             assert self.lock.wait_for(lambda: len(self.copies) >= copies, 10)
 
 
-def launched(iteration, samples=2):
-    return Launched(
-        iteration=iteration, slot=0, num_reqs=samples, num_tokens=samples, samples=samples
-    )
+def inputs_of(iteration, samples=2):
+    row = 2 * iteration % 10
+    where = {"slot": 0, "buffer_set": 0, "logits_row": row}
+    return ModelInput(iteration=iteration, output=None, samples=samples, **where)
 
 
 class Shard:
@@ -136,15 +137,15 @@ class Two:
         )
         self.reader = LogitsReader(self.channel.endpoint, "s")
 
-    def expect(self, iteration, samples=2):
-        for handover in (self.ours, self.theirs):
-            handover.expect(iteration, 2 * iteration % 10)
-        self.thread.put(launched(iteration, samples))
+    def put(self, iteration, samples=2):
+        self.thread.put(Launched(inputs=inputs_of(iteration, samples)))
 
     def finish(self, iteration, rows, columns):
         """The last stage has made ``rows``, and its own ``columns`` for them."""
-        self.last.columns(launched(iteration, len(rows)), rows, None)
-        with self.theirs.entry(iteration, len(rows), HAND_OVER) as target:
+        inputs = inputs_of(iteration, len(rows))
+        self.last.columns(inputs, rows, None)
+        where = iteration, inputs.logits_row, len(rows)
+        with self.theirs.entry(*where, HAND_OVER) as target:
             target.copy_(columns)
 
     def read(self, iteration):
@@ -181,7 +182,7 @@ def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut):
         pair = two(first, bounds)
         for iteration in range(7):
             hidden = torch.randn(1 + iteration % 2, HIDDEN)
-            pair.expect(iteration, len(hidden))
+            pair.put(iteration, len(hidden))
             pair.finish(iteration, hidden, last.whole(hidden))
             assert torch.equal(pair.read(iteration), model.compute_logits(hidden))
     assert [phase for phase, *_ in pair.phases] == [Phase.LOGITS] * 7
@@ -195,7 +196,7 @@ def test_nothing_is_said_before_the_device_is_there(two):
     shard.whole = lambda rows, _: made.append(torch.zeros(len(rows), 400)) or made[-1]
     pair = two(shard, (0, 400, VOCAB), device=device)
     for iteration in range(2):
-        pair.expect(iteration)
+        pair.put(iteration)
         pair.finish(iteration, torch.zeros(2, HIDDEN), torch.ones(2, VOCAB - 400))
     for iteration in range(2):
         device.asked(copies=iteration + 1)
@@ -210,23 +211,23 @@ def test_nothing_is_said_before_the_device_is_there(two):
 
 def test_who_launches_waits_for_nothing_and_a_drain_says_what_is_late(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
-    pair.thread.put(launched(7))
+    pair.put(7)
     with pytest.raises(StallError, match="iteration 7"):
         pair.thread.drain()
 
 
 def test_rows_that_do_not_come_end_the_worker(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
-    pair.expect(0)
+    pair.put(0)
     pair.thread._thread.join(HAND_OVER)
     assert "no hidden states of iteration 0" in str(pair.failed[0])
     with pytest.raises(StallError, match="iteration 0"):
-        pair.expect(1)
+        pair.put(1)
 
 
 def test_the_end_of_the_last_stage_ends_the_wait(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB))
-    pair.expect(0)
+    pair.put(0)
     pair.last.close()
     with pytest.raises(LinkClosedError):
         pair.thread.drain()
@@ -236,7 +237,7 @@ def test_the_end_of_the_last_stage_ends_the_wait(two):
 
 def test_a_close_ends_the_wait_and_is_no_failure(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB))
-    pair.expect(0)
+    pair.put(0)
     pair.thread.close()
     assert not pair.thread._thread.is_alive()
     assert not pair.failed

@@ -15,6 +15,7 @@ from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.replies import IterationReport  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 
@@ -32,15 +33,13 @@ class Rig:
         )
         self.said, self.phases, self.failed = [], [], []
         handover = LogitsHandover(LogitsWriter(self.channel.endpoint))
-        for iteration in range(9):
-            handover.expect(iteration, iteration % ENTRIES * BATCH)
         self.ends = [handover, self.channel]
         self.publisher = Publisher(
             device,
             handover,
             report=self.said.append,
-            record=lambda phase, launched, began, ended: self.phases.append(
-                (phase.name, launched.iteration, ended - began)
+            record=lambda phase, inputs, began, ended: self.phases.append(
+                (phase.name, inputs.iteration, ended - began)
             ),
             fail=self.failed.append,
             stall_timeout=10,
@@ -53,16 +52,10 @@ class Rig:
 
 
 def launched(device, iteration, logits=None, **more):
-    return Launched(
-        iteration=iteration,
-        slot=0,
-        num_reqs=2,
-        num_tokens=2,
-        first=device.mark(),
-        last=device.mark(),
-        logits=logits,
-        **more,
-    )
+    row = iteration % ENTRIES * BATCH
+    inputs = ModelInput(iteration=iteration, slot=0, buffer_set=0, output=None, logits_row=row)
+    marks = {"first": device.mark(), "last": device.mark()}
+    return Launched(inputs=inputs, **marks, logits=logits, **more)
 
 
 def output(prompt_logprobs, tokens):

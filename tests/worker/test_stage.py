@@ -1,20 +1,43 @@
-"""A stage of SiPipe's path, whole: both threads, preparation, links, draws, publisher, calls."""
+"""A stage of SiPipe's path, whole: both threads, preparation, links, draws, publisher, calls.
+
+Threads are real, and stopped where one could overtake the other (:class:`Gate`).
+"""
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.arithmetic import Runner, continuation
-from tests.worker.arithmetic_stages import HAND_OVER, INFLIGHT, OwnInputs, Requests, Stages
+from tests.worker.arithmetic_stages import (
+    HAND_OVER,
+    INFLIGHT,
+    OwnInputs,
+    Requests,
+    Stages,
+    one_by_one,
+)
 from tests.worker.token_safety import TokenSafetyError
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from sipipe.errors import StallError
+from sipipe.ipc.link.receiver import Receiver
+from sipipe.ipc.link.sender import Sender
 from sipipe.worker import sampled_stage
-from sipipe.worker.double_buffer import Turns
+from sipipe.worker.double_buffer import DoubleBuffer, StageStoppedError, Turns
+from sipipe.worker.inputs.prepare import InputPreparer
 from sipipe.worker.preparation import SiPipePrepares
+
+WHERE = {
+    "prepare": (InputPreparer, "_write_layout"),  # half of a set is written
+    "receive": (Receiver, "take"),
+    "forward": (Runner, "forward"),
+    "send": (Sender, "send"),
+}
+"""What a stage does with an iteration, in the order of an iteration."""
 
 
 class Gate:
@@ -24,10 +47,10 @@ class Gate:
         self.reached, self._let = threading.Semaphore(0), threading.Semaphore(0)
         real = getattr(owner, name)
 
-        def gated(*args):
+        def gated(*args, **kwargs):
             self.reached.release()
             assert self._let.acquire(timeout=HAND_OVER)
-            return real(*args)
+            return real(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, gated)
 
@@ -46,6 +69,13 @@ def until(holds):
 @pytest.fixture
 def forward(monkeypatch):
     return Gate(monkeypatch, Runner, "forward")
+
+
+@pytest.fixture
+def beside():
+    """``beside(function, *args)`` calls it in another thread; a future."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit
 
 
 def serve(stages, iterations=120, seed=5):
@@ -99,6 +129,7 @@ def serve(stages, iterations=120, seed=5):
         (1, DefaultModelState, 2),
         (2, DefaultModelState, 2),
         (2, DefaultModelState, 1),
+        (2, DefaultModelState, 3),
         (1, OwnInputs, 2),
         (2, OwnInputs, 2),
     ],
@@ -132,17 +163,55 @@ def test_an_iteration_without_tokens_lets_requests_go(state):
     assert stages.failed == []
 
 
-def one_by_one(iterations):
-    """Outputs of so many iterations of one request that is in its prompt, a token each."""
-    requests = Requests()
-    requests.add("a", range(3, 40))
-    return [requests.schedule({"a": 1})[0] for _ in range(iterations)]
-
-
-def decoding(stages, iterations):
-    """Hand them over."""
+def feed(loops, iterations):
+    """Hand so many iterations to these stages."""
     for iteration, output in enumerate(one_by_one(iterations)):
-        stages.run(iteration, output, 0)
+        for loop in loops:
+            loop.run(iteration, iteration % INFLIGHT, output)
+
+
+# ---- two sets of input buffers ------------------------------------------------------------------
+
+
+def test_the_next_inputs_are_prepared_while_the_device_runs(forward, beside):
+    with Stages(1) as stages:
+        [loop], [runner] = stages.loops, stages.runners
+        turns = loop.double_buffer._turns
+        feeding = beside(feed, stages.loops, 3)
+        forward.wait()  # 1. the device is inside iteration 0
+        until(lambda: turns.prepared == 2)  # 2. iteration 1 gets prepared meanwhile
+        # 3. iteration 2 does not: its buffers are being read
+        until(lambda: "free input buffers for iteration 2" in loop.doing())
+        assert not turns.writing
+        assert runner.cache == {}
+        forward.let()  # 4. iteration 0 ends, 1 starts, 2 may be prepared
+        forward.wait()
+        until(lambda: turns.prepared == 3)
+        assert len(runner.cache) == 1
+        forward.let(2)
+        feeding.result(HAND_OVER)
+    assert stages.failed == []
+
+
+def test_the_device_never_reads_what_is_being_written(monkeypatch, beside):
+    prepare = Gate(monkeypatch, *WHERE["prepare"])
+    with Stages(1) as stages:
+        [loop], [runner] = stages.loops, stages.runners
+        feeding = beside(feed, stages.loops, 1)
+        prepare.wait()
+        # Half of set 0 is written; the device must not have started.
+        until(lambda: "(device thread) waits for inputs" in loop.doing())
+        assert runner.cache == {}
+        prepare.let()
+        feeding.result(HAND_OVER)
+        loop.call(lambda: None)
+        assert len(runner.cache) == 1
+    assert stages.failed == []
+
+
+def test_without_buffers_there_is_nothing_to_run():
+    with pytest.raises(ValueError, match="1 or more sets"):
+        DoubleBuffer(None, sets=0, stall_timeout=1)
 
 
 def test_a_set_that_is_written_while_it_is_read_is_found(forward, monkeypatch):
@@ -170,46 +239,188 @@ def test_unwatched_the_model_reads_what_is_not_its_iterations(forward, monkeypat
     assert isinstance(stages.failed[0], KeyError), "of a token that is not in its cache"
 
 
-def test_a_stall_report_says_what_each_thread_waits_for(monkeypatch):
-    send = Gate(monkeypatch, Runner, "forward")
+# ---- stalls -------------------------------------------------------------------------------------
+
+
+def test_a_stall_report_says_what_each_thread_waits_for(forward):
     with Stages(2) as stages:
-        feeding = threading.Thread(target=decoding, args=(stages, 1))
-        feeding.start()
-        send.wait()
+        feed(stages.loops, 1)
+        forward.wait()
         until(lambda: "hidden states of iteration 0" in stages.loops[1].doing())
         idle = "(preparing thread) waits for a scheduling output, (device thread) {}, (publisher) "
         idle += "waits for the next iteration"
         assert stages.loops[0].doing() == idle.format("runs iteration 0")
         assert stages.loops[1].doing() == idle.format("waits for hidden states of iteration 0")
-        send.let(2)
-        feeding.join(HAND_OVER)
+        forward.let(2)
         for loop in stages.loops:
             loop.call(lambda: None)
         assert stages.loops[1].doing() == idle.format("waits for inputs")
 
 
+def test_a_wait_for_buffers_that_nobody_ends_has_a_bound(forward):
+    with Stages(1) as stages:
+        stages.loops[0].double_buffer._stall_timeout = 0.01
+        with pytest.raises(
+            StallError, match=r"waits for free input buffers for iteration 2.*runs itera"
+        ) as caught:
+            feed(stages.loops, 3)
+        forward.let()
+        until(lambda: stages.failed)
+    assert stages.failed == [caught.value]
+
+
+def test_a_stalled_drain_names_what_both_threads_do_and_ends_nothing(forward):
+    with Stages(1) as stages:
+        buffer = stages.loops[0].double_buffer
+        forward.let()
+        feed(stages.loops, 2)
+        for _ in range(2):
+            forward.wait()
+        buffer._stall_timeout = 0.01
+        with pytest.raises(
+            StallError,
+            match=r"\(preparing thread\) waits for a scheduling output, \(device thread\) runs "
+            r"iteration 1 \(1 iterations prepared and not finished\)",
+        ):
+            buffer.drain()
+        buffer._stall_timeout = HAND_OVER
+        forward.let()
+        buffer.drain()
+    assert stages.failed == []
+
+
+# ---- errors and the end -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_error_ends_both_threads_as_itself(where, monkeypatch):
+    """That of the third iteration; nothing runs behind it."""
+    owner, name = WHERE[where]
+    error, left, real = RuntimeError(f"{where} broke"), [2], getattr(owner, name)
+
+    def breaks(*args, **kwargs):
+        if not left[0]:
+            raise error
+        left[0] -= 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, breaks)
+    with Stages(2) as stages:
+        receives = where == "receive"
+        loop, runner = stages.loops[receives], stages.runners[receives]
+        with pytest.raises(RuntimeError) as caught:
+            feed(stages.loops if receives else [loop], 30)
+        assert caught.value is error
+        until(lambda: stages.failed)
+        assert stages.failed[0] is error
+        with pytest.raises(RuntimeError) as caught:
+            loop.run(99, 0, None)
+        assert caught.value is error
+        # Preparing 2 has waited for 0; 1 may not have had its turn.
+        assert len(runner.cache) in {"prepare": (1, 2), "send": (3,)}.get(where, (2,))
+
+
+@pytest.fixture
+def receiving():
+    """Two stages, of which the last waits for the hidden states of iteration 0, and its loop."""
+    with Stages(2) as stages:
+        loop = stages.loops[1]
+        feed([loop], 1)
+        until(lambda: "waits for hidden states of iteration 0" in loop.doing())
+        yield stages, loop
+
+
+def test_the_first_of_two_errors_is_the_one_that_is_told(receiving):
+    """1. the device waits for hidden states; 2. preparing fails, which interrupts the wait; 3. the
+    interrupted wait fails as well."""
+    stages, loop = receiving
+    _, decodes = one_by_one(2)
+    decodes.scheduled_cached_reqs.req_ids[0] = "unknown"
+    with pytest.raises(KeyError, match="unknown") as caught:
+        loop.run(1, 1, decodes)
+    until(lambda: stages.failed)
+    assert stages.failed == [caught.value]
+
+
+def test_an_error_from_outside_ends_both_threads_and_a_call(receiving, beside):
+    stages, loop = receiving
+    called = beside(loop.call, lambda: pytest.fail("an iteration is in the worker"))
+    until(lambda: "waits for the end of a call" in loop.doing())
+    error = OSError("the channel broke")
+    loop.double_buffer.fail(error)
+    assert called.exception(HAND_OVER) is error
+    with pytest.raises(OSError, match="the channel broke"):
+        loop.double_buffer.drain()
+    until(lambda: stages.failed)
+    assert stages.failed == [error]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_shutdown_in_the_middle_of_a_step_ends_both_threads(where, monkeypatch, beside):
+    gate = Gate(monkeypatch, *WHERE[where])
+    with Stages(2) as stages:
+        loop, thread = (each[where == "receive"] for each in (stages.loops, stages.threads))
+        feeding = beside(feed, [loop], 3)
+        gate.wait()
+        loop.double_buffer.close()
+        gate.let(3)
+        assert isinstance(feeding.exception(HAND_OVER), StageStoppedError)
+        thread.join(HAND_OVER)
+        assert not thread.is_alive()
+        with pytest.raises(StageStoppedError):
+            loop.run(9, 0, None)
+        with pytest.raises(StageStoppedError):
+            loop.double_buffer.drain()
+    assert stages.failed == [], "the device thread returns"
+
+
+def test_what_was_prepared_before_the_end_is_not_run():
+    with Stages(1, threads=False) as stages:
+        feed(stages.loops, 1)
+        stages.loops[0].double_buffer.close()
+        stages.loops[0].double_buffer.run()
+        assert stages.runners[0].cache == {}
+
+
+def test_a_signal_in_the_device_thread_ends_the_process_also_after_the_end(monkeypatch):
+    """1. the threads are told to end; 2. SIGTERM arrives inside a step."""
+
+    def signalled(*_):
+        raise SystemExit(0)
+
+    monkeypatch.setattr(Runner, "forward", signalled)
+    forward = Gate(monkeypatch, Runner, "forward")
+    with Stages(1) as stages:
+        feed(stages.loops, 1)
+        forward.wait()
+        stages.loops[0].double_buffer.close()
+        forward.let()
+    assert [type(error) for error in stages.failed] == [SystemExit]
+
+
 # ---- control calls -----------------------------------------------------------------------------
 
 
-def test_a_call_runs_in_the_device_thread_behind_what_came_before_and_beside_nothing(forward):
+def test_a_call_runs_in_the_device_thread_behind_what_came_before_and_beside_nothing(
+    forward, beside
+):
     with Stages(1) as stages:
         runner, loop, seen = stages.runners[0], stages.loops[0], []
 
         def call():
             seen.append((threading.current_thread().name, len(runner.cache), loop.doing()))
 
-        def feed():
-            decoding(stages, 2)
+        def fed():
+            feed(stages.loops, 2)
             loop.call(call)
             seen.append("behind")
 
-        feeding = threading.Thread(target=feed)
-        feeding.start()
+        feeding = beside(fed)
         forward.wait()
         until(lambda: "waits for the end of a call" in loop.doing())
         assert seen == []
         forward.let(2)
-        feeding.join(HAND_OVER)
+        feeding.result(HAND_OVER)
     idle = "(preparing thread) waits for the end of a call, (device thread) runs a call, "
     assert seen == [("device 0", 2, idle + "(publisher) waits for the next iteration"), "behind"]
 
@@ -225,3 +436,24 @@ def test_a_call_that_raises_is_the_callers_and_the_stage_goes_on():
         for prompt, tokens in serve(stages, iterations=60).values():
             assert tokens == continuation(prompt, len(tokens))
     assert stages.failed == []
+
+
+def test_calls_and_iterations_take_turns():
+    with Stages(1) as stages:
+        [loop], [runner] = stages.loops, stages.runners
+        for iteration, output in enumerate(one_by_one(36)):
+            loop.run(iteration, iteration % INFLIGHT, output)
+            if iteration % 4 == 3:
+                assert loop.call(lambda: len(runner.cache)) == iteration + 1
+    assert stages.failed == []
+
+
+def test_a_signal_in_a_call_ends_the_process():
+    def signalled():
+        raise SystemExit(0)
+
+    with Stages(1) as stages:
+        with pytest.raises(SystemExit):
+            stages.loops[0].call(signalled)
+        until(lambda: stages.failed)
+    assert [type(error) for error in stages.failed] == [SystemExit]

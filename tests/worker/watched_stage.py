@@ -12,9 +12,9 @@ class WatchedStage(sampled_stage.SampledStage):
         self._safety = TokenSafety(sampled_stage.SETS)
         super().__init__(*args)
 
-    def prepare(self, iteration, slot, buffer_set, output, samples):
+    def prepare(self, iteration, slot, buffer_set, *rest):
         self._safety.begin_write(buffer_set, iteration)
-        inputs = super().prepare(iteration, slot, buffer_set, output, samples)
+        inputs = super().prepare(iteration, slot, buffer_set, *rest)
         self._safety.end_write(buffer_set, iteration)
         return inputs
 

@@ -2,6 +2,7 @@
 has run. Computed as ``sipipe plan`` does, with what that assumes; ``sipipe bench`` measures."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -23,11 +24,17 @@ CLEARLY = 1.1
 
 
 def on_host(
-    facts: ModelFacts, name: str, devices: int, cores: Sequence[Core], load: int
+    facts: ModelFacts,
+    name: str,
+    devices: int,
+    cores: Sequence[Core],
+    load: int,
+    memory_gib: float | None = None,
 ) -> list[Choice]:
     """SiPipe's ways to serve ``load`` requests at once on a host with these ``cores``, fastest
-    first. ``name`` is its devices'; ``"cpu"``: what the core plan gives so many workers."""
-    kind = device(name, parts=devices)
+    first. ``name`` is its devices', each of ``memory_gib`` where that is known; ``"cpu"``: what the
+    core plan gives so many workers."""
+    kind = device(name, memory_gib=memory_gib, parts=devices)
     if name == "cpu":  # stated of an even share of all cores
         (workers,) = {len(rank) for rank in plan_cores(cores, stages=devices).workers[0]}
         part = workers * devices / len(os.sched_getaffinity(0))
@@ -65,11 +72,19 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
 
 
 def gpus_here() -> list[str]:
-    """Name and memory of each GPU that nvidia-smi lists; of as many as may be used."""
+    """Name, memory and driver of each GPU that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves."""
     query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     found = (output("nvidia-smi", *query) or "").splitlines()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else found[: len([one for one in visible.split(",") if one])]
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return found
+    shown: list[str] = []
+    for one in map(str.strip, visible.split(",")):
+        # A name such as GPU-8932f937 is taken as the next one's: a host's are of one kind.
+        at = len(shown) if one.startswith(("GPU-", "MIG-")) else int(one) if one.isdigit() else -1
+        if not 0 <= at < len(found):
+            break  # CUDA sees none from there on
+        shown.append(found[at])
+    return shown
 
 
 def best_degrees(
@@ -79,7 +94,11 @@ def best_degrees(
     ``facts``: of a model, else of one that nearly every machine can hold."""
     cores = this_machine()
     nodes = len({core.node for core in cores})
-    known = [name for name in names() if gpus and name.split("-")[0] in gpus[0].lower()]
+    first = gpus[0] if gpus and platform == "cuda" else ""
+    words = set(re.findall(r"\w+", first.split(",")[0].lower()))
+    known = [name for name in names() if words.issuperset(name.split("-"))]
+    total = re.search(r"(\d+) MiB", first)
+    memory = int(total[1]) / 1024 if total else None
     every = (1, max(1, len(gpus)))
     if platform == "cpu" and nodes > 1:
         text = f"--pp {nodes}, a stage for each NUMA node, whose memory it reads; one request at a "
@@ -87,10 +106,10 @@ def best_degrees(
     if platform == "cuda" and not known:
         return every, "ok", "sipipe plan MODEL --gpu NAME computes them (--list: known names)"
     facts = facts or load_model("llama-3.1-8b" if platform == "cuda" else "qwen3-0.6b")
-    name, counts = (known[0], [len(gpus)]) if platform == "cuda" else ("cpu", [1, 2])
+    name, counts = (max(known, key=len), [len(gpus)]) if platform == "cuda" else ("cpu", [1, 2])
     best = {}
     for load in LOADS:
-        ways = [c for count in counts for c in on_host(facts, name, count, cores, load)]
+        ways = [c for count in counts for c in on_host(facts, name, count, cores, load, memory)]
         if ours := [choice for choice in ways if platform == "cuda" or choice.t == 1]:
             best[load] = max(ours, key=lambda choice: choice.throughput)
     if not best:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
-from sipipe.cores import equal_shares, this_machine
+from sipipe.cores import degrees, equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
 from sipipe.tools.load import SAMPLING
@@ -46,9 +46,7 @@ STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 
 def main(argv: Sequence[str]) -> int:
     """0: every row was measured. 1: some failed."""
-    usual = {"-pp": "--pp", "--pipeline-parallel-size": "--pp"}
-    usual |= {"-tp": "--tp", "--tensor-parallel-size": "--tp"}
-    own, settings, rest = parse_engine_command(_parser(), [usual.get(word, word) for word in argv])
+    own, settings, rest = parse_engine_command(_parser(), argv)
     jobs = _rows(own, settings, rest)
     _check(own, rest, jobs)
     require_vllm()
@@ -169,7 +167,7 @@ def _rows(
 ) -> dict[str, dict[str, Any]]:
     """What is started for each row, by its name: entries of :class:`sipipe.tools.load.Job`. Raises
     ConfigError: no model, an unknown row."""
-    p, t = own.pp or 1, own.tp or 1
+    p, t, _ = degrees(rest) or (1, 1, 1)
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
     parts = [k for k, v in settings.items() if k == "layers" or (k == "cores" and v != "off")]
     of_one = {k: v for k, v in settings.items() if p == 1 or k not in parts}
@@ -191,10 +189,9 @@ def _rows(
         raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
     if "stock-cut" in names and not cut:
         raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
-    words = [word for i, word in enumerate(rest) if not {"-pp", "-tp"} & {word, rest[i - 1]}]
-    if not words or words[0].startswith("-"):
+    if not rest or rest[0].startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    found = [(name, server_job(words, rows[name], p, t)) for name in names]
+    found = [(name, server_job(rest, rows[name])) for name in names]
     for pair in own.row:
         name, _, text = pair.partition("=")
         try:
@@ -203,7 +200,7 @@ def _rows(
             raise ConfigError(f"bench: --row '{pair}': {error}") from None
         if not name or "=" not in pair:
             raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
-        found.append((name, server_job(words, options, p, t)))
+        found.append((name, server_job(rest, options)))
     for pair in own.url:
         name, _, url = pair.partition("=")
         if not url.startswith("http"):
@@ -212,34 +209,32 @@ def _rows(
     for name, times in Counter(name for name, _ in found).items():
         if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
-    return {name: job | {"model": words[0]} for name, job in found}
+    return {name: job | {"model": rest[0]} for name, job in found}
 
 
-def server_job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> dict[str, Any]:
-    """A server of ``words`` with a row's options, whose degrees stand in the place of (p, t)."""
+def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """A server of ``words`` and a row's options, whose degrees stand in the place of theirs."""
     stock = options[:1] == ["stock"]
     parser = make_parser("bench", "", add_help=False)
-    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int), default=p)
-    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int), default=t)
+    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int), default=1)
+    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int), default=1)
     if stock:
         parser.add_argument("--layers", type=counts)
-    own, options = parser.parse_known_args(options)
-    command = [*words, "-pp", str(own.pp), "-tp", str(own.tp)]
-    given = (word.replace("_", "-") for word in (*words, *options))
-    if not any(word.endswith("enable-prefix-caching") for word in given):
+        parser.add_argument("--speculative-config", "-sc", dest="drafts")
+    own, command = parser.parse_known_args([*words, *options[stock:]])  # the last one holds
+    command += ["-pp", str(own.pp), "-tp", str(own.tp)]
+    if not any(word.endswith("enable-prefix-caching") for word in command):
         command += ["--no-enable-prefix-caching"]  # each mix has the same prompts
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:
-        asked = make_parser("bench", "", add_help=False)
-        asked.add_argument("--speculative-config", "-sc", dest="drafts")
-        found, command = asked.parse_known_args([*command, *options[1:]])
-        drafts = ["--speculative-config", found.drafts] if found.drafts and own.pp == 1 else []
-        command = [*STOCK, *command, *drafts]
+        if own.drafts and own.pp == 1:
+            command += ["--speculative-config", own.drafts]
+        command = [*STOCK, *command]
         env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), own.pp * own.tp)
         if own.layers:
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
     else:
-        command = [sys.executable, "-P", "-m", "sipipe", "serve", *command, *options]
+        command = [sys.executable, "-P", "-m", "sipipe", "serve", *command]
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     return {"command": command, "env": env, "url": ""}
 

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     from sipipe.engine.generate import generate
 
     given = {name: value for name in SAMPLING if (value := getattr(own, name)) is not None}
-    generate(
+    good = generate(
         rest,
         settings,
         given,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         chat=own.chat,
         show=_show_json if own.json else _show_text,
     )
-    return 0
+    return 0 if good else 1
 
 
 def _prompts(words: Sequence[str], file: str | None) -> list[str]:

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
     """Run it and append its line; whether nothing was wrong."""
-    step, line, began = STEPS[name], {"step": name}, time.monotonic()
+    step, line, began = STEPS[name], {"step": name, "model": own.model}, time.monotonic()
     line["at"] = time.strftime("%F %T")
     if gpus < (least := step.get("gpus", 0)):
         line["skipped"] = f"needs {least} GPUs, {gpus} visible" if gpus else "no CUDA"
@@ -115,9 +115,13 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
             found["trace"] = json.loads(report or "{}")
     answers, drawn = map(found["found"].get, ("answers", "draws"))  # of large models neither
     if like := step.get("like"):
-        told = [one["found"] for one in _lines(own.out) if one["step"] == like and "found" in one]
+        lines = [one for one in _lines(own.out) if one.get("model") == own.model]
+        theirs = [
+            one["found"]["answers"] for one in lines if one["step"] == like and "found" in one
+        ]
+        told = [answer for answer in theirs if answer]  # None: it refused to tell them
         found["compared with"] = like if told and answers else "nothing"
-        if told and answers and told[-1]["answers"] != answers:
+        if told and answers and told[-1] != answers:
             found["failed"] = f"greedy tokens are not those of {like}"
     if drawn and drawn["p"] < LEAST:
         found["failed"] = "what was drawn does not fit the server's own probabilities"
@@ -139,7 +143,8 @@ def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> di
     if row[:1] != ["stock"]:
         row += ["--additional-config", json.dumps({"sipipe": settings})]
         row += ["--trace", trace] * ("trace" in step)
-    job = server_job([own.model, *shlex.split(load["options"])], row, p, t)
+    words = [own.model, "-pp", str(p), "-tp", str(t), *shlex.split(load["options"])]
+    job = server_job(words, row)
     job["env"] |= {"VLLM_LOGGING_LEVEL": "INFO"}
     job["env"] |= {"VLLM_GPU_SYNC_CHECK": "error"} if "like" in step else {}
     send = ["--dataset-name", "random", "--random-input-len", "16", *shlex.split(load["send"])]

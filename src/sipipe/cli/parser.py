@@ -1,8 +1,7 @@
-"""Argument parsing that all subcommands share, and numbers with units as people type them."""
+"""Argument parsing that all subcommands share."""
 
 import argparse
 import json
-import math
 import re
 import shutil
 import sys
@@ -16,7 +15,13 @@ Value = TypeVar("Value")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, raised as :class:`ConfigError`."""
+    """An argument parser whose errors are one line, raised as :class:`ConfigError`. As vLLM's, it takes
+    underscores in long options; all that it leaves have dashes."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, of words that must be given."""
+        dashed = [re.sub("^--[^=.]*", lambda at: at[0].replace("_", "-"), word) for word in args]
+        return super().parse_known_args(dashed, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog.removeprefix('sipipe ')}: {message} (see {self.prog} -h)")
@@ -76,6 +81,9 @@ def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[st
 def counts(text: str) -> list[int]:
     """The ``type`` of an option that takes a list of whole numbers of 1 or more."""
     return [at_least(1, int)(part) for part in text.split(",")]
+
+
+fraction = checked(float, "a share above 0 and up to 1, such as 0.9", lambda x: 0 < x <= 1)
 
 
 def parse_engine_command(
@@ -146,33 +154,3 @@ def _setting(text: str) -> Any:
 
 def _layers(text: str) -> Any:
     return text if text.isalpha() else _setting(f"[{text}]")
-
-
-_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/µ]*)\s*")
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-_BITS = {"": 1.0, "g": 1.0, "gb/s": 1.0, "gbps": 1.0, "gbit/s": 1.0, "t": 1e3, "tb/s": 1e3}
-_CACHE_TYPES = {"auto": None, "fp8": 1.0}
-
-
-def _with_unit(units: dict[str, float]) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        match = _NUMBER.fullmatch(text)
-        return float(match[1]) * units[match[2].lower()] if match else math.nan
-
-    return convert
-
-
-seconds = checked(
-    _with_unit(_SECONDS),
-    "a positive duration with its unit such as 50ms or 0.05s",
-    lambda value: value > 0,
-)
-"""A duration in seconds from ``"50ms"``, ``"0.05s"`` or ``"200us"``; the unit is required."""
-gigabits_per_second = checked(
-    _with_unit(_BITS), "a positive network rate in Gb/s such as 400G", lambda value: value > 0
-)
-"""A network rate in Gb/s from ``"400G"``, ``"400Gb/s"`` or ``"400"``."""
-fraction = checked(float, "a share above 0 and up to 1, such as 0.9", lambda x: 0 < x <= 1)
-positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
-cache_type = checked(_CACHE_TYPES.__getitem__, "auto or fp8", lambda _: True)
-"""Bytes per cached element; None for ``auto``, as the activations."""

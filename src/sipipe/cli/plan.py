@@ -5,19 +5,11 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sipipe.cli.parser import (
-    adder,
-    at_least,
-    cache_type,
-    fraction,
-    gigabits_per_second,
-    make_parser,
-    positive,
-    seconds,
-)
+from sipipe.cli.parser import adder, at_least, checked, fraction, make_parser
 from sipipe.cli.plan_tables import print_assumptions, print_tables
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
@@ -33,6 +25,31 @@ EPILOG = """\
   sipipe plan ./my-model --gpu l40s --gpus-per-host 4 --input 2000 --output 200 --json
   sipipe plan --list
 """
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/µ]*)\s*")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_BITS = {"": 1.0, "g": 1.0, "gb/s": 1.0, "gbps": 1.0, "gbit/s": 1.0, "t": 1e3, "tb/s": 1e3}
+
+
+def _with_unit(units: dict[str, float]) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        match = _NUMBER.fullmatch(text)
+        return float(match[1]) * units[match[2].lower()] if match else math.nan
+
+    return convert
+
+
+seconds = checked(
+    _with_unit(_SECONDS),
+    "a positive duration with its unit such as 50ms or 0.05s",
+    lambda value: value > 0,
+)
+"""A duration in seconds from ``"50ms"``, ``"0.05s"`` or ``"200us"``; the unit is required."""
+gigabits_per_second = checked(
+    _with_unit(_BITS), "a positive network rate in Gb/s such as 400G", lambda value: value > 0
+)
+"""A network rate in Gb/s from ``"400G"``, ``"400Gb/s"`` or ``"400"``."""
+positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--network", gigabits_per_second, "400G", "RATE", rate)
     add("--adapters", count, 1, "N", "such adapters per host (default: 1)")
     add("--cores", count, None, "N", "CPU cores of a host (default: 96, or the sockets' own)")
-    add = adder(parser.add_argument_group("workload"))
+    group = parser.add_argument_group("workload")
+    add = adder(group)
     budget = "budget of the mean time per output token, e.g. 50ms"
     add("--tpot-slo", seconds, math.inf, "TIME", budget)
     add("--input", at_least(0, int), 1000, "TOKENS", "prompt tokens (default: 1000)")
@@ -70,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-kv-tokens", at_least(0, int), 0, "N", least)
     bits = "bits per weight instead of what the config says: 8 is FP8, fewer are stored ones"
     add("--weight-bits", positive, None, "BITS", bits)
-    add("--kv-cache-dtype", cache_type, "auto", "auto|fp8", "default: auto")
+    widths = ("auto", "fp8")
+    group.add_argument("--kv-cache-dtype", choices=widths, default="auto", help="default: auto")
     engine = parser.add_argument_group("engine")
     add = adder(engine)
     better = "microbatches in flight (default: the better of p, p + 1)"
@@ -169,7 +188,7 @@ def _workload(args: argparse.Namespace, facts: ModelFacts, sampling: str) -> Wor
         **{name: getattr(args, name) for name in (*same, *also)},
         sampling=sampling,
         memory_utilization=args.gpu_memory_utilization,
-        kv_element_bytes=args.kv_cache_dtype,
+        kv_element_bytes=1.0 if args.kv_cache_dtype == "fp8" else None,
         fixed_batch=args.batch,
     )
     if 0 < facts.context_length < workload.longest:

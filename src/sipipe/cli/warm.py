@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
     parser.parse_args(argv)
 
     from sipipe.jit import cache_directory
+    from sipipe.sampler.drafts import warm_up_ngrams
     from sipipe.sampler.warmup import DTYPES, warm_up
     from sipipe.worker.cpu_kernels import warmup
     from sipipe.worker.inputs import kernels
@@ -24,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
     for number, dtype in enumerate(DTYPES, 1):
         print(f"{number}/{len(DTYPES) + 1} sampling from {dtype} logits", flush=True)
         warm_up([dtype])
+    warm_up_ngrams()
     print(f"{len(DTYPES) + 1}/{len(DTYPES) + 1} input preparation", flush=True)
     kernels.warm_up()
     warmup.warm_up()

@@ -32,7 +32,7 @@ from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
 from sipipe.errors import ConfigError, StallError, tell
 from sipipe.ipc.connection import Connection
-from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request

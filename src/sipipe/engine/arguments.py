@@ -34,14 +34,11 @@ def begin() -> None:
     cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
 
 
-def parse_engine_args(
-    argv: Sequence[str], settings: dict[str, Any] | None, *, eager_on_cpu: bool = True
-) -> argparse.Namespace:
+def parse_engine_args(argv: Sequence[str], settings: dict[str, Any]) -> argparse.Namespace:
     """Arguments of an engine from ``MODEL`` with words and engine options of vLLM in any order.
 
-    ``words`` of the result are the positional arguments after the model. ``settings`` None: the
-    stock executor. ``eager_on_cpu``: run eagerly on the CPU engine unless ``argv`` says
-    otherwise, because compiling the model costs more than a short command gains.
+    ``words`` of the result are the positional arguments after the model. The CPU engine runs eagerly
+    unless ``argv`` says otherwise: compiling the model costs more than a short command gains.
     """
     begin()
     parser = _WordsParser(prog="sipipe")
@@ -51,11 +48,8 @@ def parse_engine_args(
     args: argparse.Namespace = parser.parse_args(list(argv))
     args.model = args.model_tag
     if args.enforce_eager is None:
-        args.enforce_eager = eager_on_cpu and current_platform.is_cpu()
-    if settings is None:
-        SiPipeConfig.from_additional_config(args.additional_config)
-    else:
-        use_sipipe(args, settings)
+        args.enforce_eager = current_platform.is_cpu()
+    use_sipipe(args, settings)
     return args
 
 

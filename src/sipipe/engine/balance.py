@@ -1,24 +1,21 @@
 """Which sampler draws for which sequence: least loaded first, by the measured cost of its parameters."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import SequenceParams
+
+if TYPE_CHECKING:
+    from sipipe.engine.requests import TrackedRequest
 
 TOLERATED = 0.05
 """Share of its work by which a sampler may have more than another before a sequence moves."""
 PAYS = 0.9
 """A sequence moves only if its cost is less than this part of the difference: it would go back and
 forth otherwise."""
-
-
-class Drawn(Protocol):
-    """A sequence that some sampler draws for."""
-
-    sampler: int
-    cost: float
-    """What :meth:`Balancer.cost` says."""
 
 
 class Balancer:
@@ -44,7 +41,7 @@ class Balancer:
         """Seconds per iteration: one top-p sequence weighs as much as several greedy ones."""
         return cost_estimate(params, self._vocab_size)
 
-    def loads(self, sequences: Iterable[Drawn]) -> list[float]:
+    def loads(self, sequences: Iterable[TrackedRequest]) -> list[float]:
         """What each sampler has to do for ``sequences``."""
         loads = [0.0] * self.samplers
         for sequence in sequences:
@@ -59,7 +56,7 @@ class Balancer:
         beside[sampler] += cost
         return sampler
 
-    def move(self, members: Sequence[Drawn]) -> int | None:
+    def move(self, members: Sequence[TrackedRequest]) -> int | None:
         """Give one of a microbatch's ``members`` another sampler, if that evens their work. Returns
         its index."""
         if self.samplers == 1:

@@ -48,7 +48,7 @@ class Bus:
         logits: tuple[int, int] = (-1, 0),
     ) -> None:
         """Publish one message; ``number`` is that of the iteration or call, ``logits`` the first of
-        the iteration's rows of BIC-L and how many it has. Raises ChannelTimeout: a reader did not
+        the iteration's rows of BIC-L and how many it has. Raises StallError: a reader did not
         free an entry of its ring in time; names it. ChannelClosed: the engine is shutting down."""
         message = [encode_header(kind, slot, number, *logits), *parts]
         with self.order:

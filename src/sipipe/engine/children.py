@@ -32,7 +32,7 @@ from typing import IO, Any
 
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.ipc.child import start_child
-from sipipe.ipc.link.errors import LinkClosedError
+from sipipe.ipc.errors import LinkClosedError
 from sipipe.ipc.parent import end_this_process
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready

@@ -1,10 +1,7 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
-Every way is measured on the loaded model, with max_num_seqs / m sequences a microbatch, and the times
-between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the model). Where
-the device draws all rows nothing comes after the last stage, and a round over m is never above the
-slowest stage. So it is with stock vLLM, whose layers are cut evenly: a way that is expected to be
-slower than that is not taken. Attention over a context, scheduling and links, alike in all, are left out.
+What is measured and how it is compared: docs/gpu.md, "Who draws". Where the device draws all rows, as
+in stock vLLM, nothing comes after the last stage, and a round over m is never above the slowest stage.
 """
 
 import statistics

@@ -1,8 +1,9 @@
 """Completes prompts with an engine in this process, and hands the text over as it comes.
 
 Runs in one asyncio loop of the caller's thread: a task per prompt feeds a queue; the caller's
-``show`` sees prompts in their order, the first unfinished one live. The engine and all its processes
-are gone when :func:`generate` returns or raises, also after Ctrl-C.
+``show`` sees prompts in their order, the first unfinished one live. A prompt that fails costs no
+other one. The engine and all its processes are gone when :func:`generate` returns or raises, also
+after Ctrl-C.
 """
 
 import asyncio
@@ -11,14 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from sipipe.engine.arguments import engine_args, parse_engine_args
 from sipipe.engine.launch import announce
 from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.setup import decide
+from sipipe.errors import ConfigError, SiPipeError
 from sipipe.ipc.sockets import own_sockets
 
 Event = Literal["begin", "text", "end"]
@@ -45,17 +49,24 @@ def generate(
     prompts: Callable[[Sequence[str]], list[str]],
     chat: bool,
     show: Callable[[Event, Completion, str], None],
-) -> None:
+) -> bool:
     """Run the prompts of ``argv`` (``MODEL [PROMPT...]`` and vLLM's engine options, in any order).
     ``prompts`` turns the words of the command line into prompts. ``show(event, completion, text)``
-    is called at a completion's begin, with each piece of its text, and at its end."""
+    is called at a completion's begin, with each piece of its text, and at its end. Returns whether
+    all were finished."""
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
     vllm_config = engine_config(engine_args(args))
     params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
+    if chat:
+        tokenizer: Any = cached_tokenizer_from_config(vllm_config.model_config)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("generate: --chat: the model's tokenizer has no chat template")
+        said = [[{"role": "user", "content": text}] for text in texts]
+        texts = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     announce(decide(vllm_config))
     with own_sockets():
-        asyncio.run(_run(engine_args(args), texts, params, chat, show))
+        return asyncio.run(_run(engine_args(args), texts, params, chat, show))
 
 
 async def _run(
@@ -64,29 +75,30 @@ async def _run(
     params: SamplingParams,
     chat: bool,
     show: Callable[[Event, Completion, str], None],
-) -> None:
+) -> bool:
     engine = AsyncLLM.from_engine_args(arguments)
+    tasks: list[asyncio.Task[None]] = []
     try:
-        if chat:
-            tokenizer = engine.get_tokenizer()
-            texts = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-                for text in texts
-            ]
         queues = [asyncio.Queue[str | None]() for _ in texts]
         completions = [Completion(index=i, prompt=text) for i, text in enumerate(texts)]
-        async with asyncio.TaskGroup() as tasks:
-            for completion, queue in zip(completions, queues, strict=True):
-                tasks.create_task(_complete(engine, completion, params, queue))
-            for completion, queue in zip(completions, queues, strict=True):
-                show("begin", completion, "")
-                # wait: none: vLLM's own for the request; its last piece, its error
-                while (piece := await queue.get()) is not None:
-                    show("text", completion, piece)
-                show("end", completion, "")
+        tasks += [
+            asyncio.create_task(_complete(engine, completion, params, chat, queue))
+            for completion, queue in zip(completions, queues, strict=True)
+        ]
+        for completion, queue, task in zip(completions, queues, tasks, strict=True):
+            show("begin", completion, "")
+            # wait: none: vLLM's own for the request; its last piece, its error
+            while (piece := await queue.get()) is not None:
+                show("text", completion, piece)
+            await task
+            show("end", completion, "")
+        return not any(completion.error for completion in completions)
+    except EngineDeadError as error:
+        raise SiPipeError(f"generate: {error}") from None
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         engine.shutdown()
 
 
@@ -94,18 +106,23 @@ async def _complete(
     engine: AsyncLLM,
     completion: Completion,
     params: SamplingParams,
+    chat: bool,
     queue: asyncio.Queue[str | None],
 ) -> None:
+    # A chat template has the special tokens.
+    special = {"add_special_tokens": False} if chat else {}
     try:
         name = f"generate-{completion.index}"
-        async for output in engine.generate(completion.prompt, params, name):
+        async for output in engine.generate(
+            completion.prompt, params, name, tokenization_kwargs=special
+        ):
             piece = output.outputs[0]
             completion.text += piece.text
             completion.token_ids += piece.token_ids
             completion.finish_reason = piece.finish_reason
             if piece.text:
                 queue.put_nowait(piece.text)
-    except GenerationError as error:
+    except (GenerationError, VLLMClientError) as error:
         completion.finish_reason, completion.error = "error", str(error)
     finally:
         queue.put_nowait(None)

@@ -1,9 +1,6 @@
 """Which rows of BIC-L's memory the logits of an iteration get.
 
-An iteration takes as many rows as sample in it, side by side, until all samplers have drawn. A
-request is in at most one iteration in flight, so together they have at most ``max_num_seqs`` rows.
-With twice that there is a gap wherever the others lie (but for 4 of 1,200,000 of random sizes);
-else the next iteration waits (:meth:`sipipe.engine.iterations.Iterations.wait_for_room`).
+How many there are, and why: docs/channels.md, "Rows of BIC-L".
 
 Rejected: an entry of ``max_num_seqs`` rows for each microbatch in flight (2.5 times the memory at
 two stages, 3.5 at four); a bound on a microbatch's rows (all requests in one microbatch are quicker
@@ -14,7 +11,8 @@ Runs under the lock of :class:`sipipe.engine.iterations.Iterations`.
 
 
 def rows_needed(sequences: int, inflight: int) -> int:
-    """Rows for at most ``sequences`` running requests and ``inflight`` microbatches."""
+    """Rows for at most ``sequences`` running requests and ``inflight`` microbatches. With twice as
+    many there is a gap wherever the others lie, but for 4 of 1,200,000 of random sizes."""
     return sequences if inflight == 1 else 2 * sequences
 
 

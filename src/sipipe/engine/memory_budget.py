@@ -5,27 +5,22 @@ never against ``/dev/shm``. Hidden states that travel on a GPU take none. A mode
 are more than two tensors makes its links grow at the first microbatch.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from sipipe.engine.bus import ring_sizes
-from sipipe.engine.logits_room import rows_needed
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.layout import Layout
 from sipipe.ipc.ring.logits import logits_layout
-from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import PageHeader
 
-
-class Part(NamedTuple):
-    """One kind of channel."""
-
-    what: str
-    size: int
-    """Bytes."""
+if TYPE_CHECKING:
+    from sipipe.engine.setup import Setup
 
 
 def logits_entries(inflight: int) -> int:
@@ -33,55 +28,35 @@ def logits_entries(inflight: int) -> int:
     return max(3, inflight + 2)
 
 
-def memory_budget(
-    *,
-    stages: int,
-    ranks: int,
-    samplers: int,
-    inflight: int,
-    vocabulary: int,
-    dtype: str,
-    sequences: int,
-    tokens: int,
-    hidden: int,
-    shares_projection: bool = False,
-    on_gpu: bool = False,
-) -> list[Part]:
-    """What the channels of an engine take.
-
-    Args:
-        samplers: 0 where vLLM's draws, and there is no BIC-L.
-        dtype: of activations and logits, such as ``"bfloat16"``.
-        sequences: most rows of logits in flight: running requests, and drafts.
-        tokens: most tokens of a microbatch.
-        shares_projection: whether final hidden states go from the last stage to all others.
-        on_gpu: whether hidden states stay on devices.
-    """
-    itemsize = 4 if dtype == "float32" else 2
-    parts = [Part("BIC-I", Layout(**ring_sizes(inflight)).size)]
-    if samplers:
-        rows, entries = rows_needed(sequences, inflight), logits_entries(inflight)
-        layout = logits_layout(LogitsShape(vocab=vocabulary, dtype=dtype), rows, entries)
-        parts.append(Part("logits", layout.size))
+def memory_budget(setup: Setup) -> dict[str, int]:
+    """Bytes that the channels on this host take, by their kind, of all replicas that are to start."""
+    config, inflight, dtype = setup.vllm_config, setup.slots, setup.dtype
+    stages = len(setup.here) + (setup.node > 0)  # the link from the host before ends here
+    samplers = len(setup.cores.samplers)
+    sizes = {"BIC-I": Layout(**ring_sizes(inflight)).size}
+    if samplers:  # else vLLM's draws, and there is no BIC-L
+        shape = LogitsShape(vocab=config.model_config.get_vocab_size(), dtype=dtype)
+        sizes["logits"] = logits_layout(shape, setup.logits_rows, logits_entries(inflight)).size
+    on_gpu = config.device_config.device_type != "cpu" and setup.config.transport != "shm"
     if not on_gpu and stages > 1:
-        names, shape = ("hidden_states", "residual"), (TOKENS, hidden)
-        specs = tuple(TensorSpec(name, dtype, itemsize, shape) for name in names)
-        link = buffer_bytes(TensorSchema(specs), buffer_tokens(sequences, tokens))
-        if shares_projection:
-            link += buffer_bytes(TensorSchema(specs[:1]), sequences)
-        parts.append(Part("hidden states", (stages - 1) * ranks * max(2, inflight) * link))
-    page = PageHeader(stages=stages, ranks=ranks, samplers=samplers)
-    parts.append(Part("figures", page.size))
-    return parts
+        hidden = (TOKENS, config.model_config.get_hidden_size())
+        specs = [TensorSpec(name, dtype, hidden) for name in ("hidden_states", "residual")]
+        link = buffer_bytes(TensorSchema(tuple(specs)), setup.link_tokens)
+        if setup.vocabulary.parts:  # final hidden states go from the last stage to all others
+            link += buffer_bytes(TensorSchema(tuple(specs[:1])), setup.rows)
+        sizes["hidden states"] = (stages - 1) * setup.ranks * max(2, inflight) * link
+    sizes["figures"] = PageHeader(stages=stages, ranks=setup.ranks, samplers=samplers).size
+    starts = config.parallel_config.data_parallel_size  # 1 where one has begun
+    return {what: size * starts for what, size in sizes.items()}
 
 
-def describe(parts: Sequence[Part]) -> str:
-    """One line with all parts."""
-    sizes = ", ".join(f"{part.what} {part.size / 2**20:,.1f}" for part in parts)
-    return f"shared memory: {sum(part.size for part in parts) / 2**20:,.1f} MiB ({sizes})"
+def describe(sizes: Mapping[str, int]) -> str:
+    """One line with all kinds of channels."""
+    listed = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in sizes.items())
+    return f"shared memory: {sum(sizes.values()) / 2**20:,.1f} MiB ({listed})"
 
 
-def check_budget(parts: Sequence[Part]) -> None:
+def check_budget(sizes: Mapping[str, int]) -> None:
     """Refuse what would run out of memory later. Raises ResourceError: in one line the memory
     needed, what there is, and what to do."""
-    check_room(sum(part.size for part in parts), describe(parts))
+    check_room(sum(sizes.values()), describe(sizes))

@@ -1,12 +1,7 @@
 """The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
 
-It adds SiPipe's figures to ``/metrics`` (a collector that says nothing where no SiPipe engine
-runs), and two hooks. ``EngineArgs`` resolves our executor's name to the class first, because vLLM
-refuses a custom executor given by name together with pipeline parallelism (it asks the name for
-``supports_pp``), and makes the configuration in a class of ours, which knows what vLLM's runner and
-the number of microbatches will be. And vLLM's server answers a request that fails with "Internal
-server error", whatever the reason; :func:`tell_clients_why` has it say the reason. Nothing else of
-vLLM is touched, and nothing happens to engines that do not ask for SiPipe.
+It adds SiPipe's figures to ``/metrics``, and what docs/upstream.md lists. Nothing happens to engines
+that do not ask for SiPipe.
 """
 
 import difflib
@@ -49,7 +44,6 @@ def register() -> None:
             if not _asks_for_us(self.distributed_executor_backend):
                 return create(self, *args, **kwargs)
             made = engine_config(self, *args, **kwargs)
-            from sipipe.engine.replicas import tell_replicas
             from sipipe.engine.setup import decide
 
             # Else Ray has the hosts, or the engines have been decided on, and have taken memory.
@@ -57,7 +51,9 @@ def register() -> None:
             if made.parallel_config.placement_group is None and not serves:
                 setup = decide(made)
                 setup.describe()  # which says what has no room
-                tell_replicas(setup)
+                if made.replicas > 1 and setup.kv_bytes is not None:
+                    # What each one gets, while none of them has taken any memory.
+                    made.cache_config.kv_cache_memory_bytes = setup.kv_bytes
             return made
 
     begin = arg_utils.EngineArgs.__post_init__

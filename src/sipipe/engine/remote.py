@@ -31,7 +31,7 @@ from sipipe.engine.setup import Setup
 from sipipe.engine.telemetry import Telemetry
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.connection import Connection
-from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.tcp import resolve
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request

@@ -48,7 +48,7 @@ class TrackedRequest:
     sampler: int
     params: SequenceParams
     cost: float = 0.0
-    """Of drawing for it once, in seconds."""
+    """Of drawing for it once, in seconds (:meth:`.Balancer.cost`)."""
     prompt: Sequence[int]
     prompt_length: int
     """How long it was when it came: the scheduler's own list, to which a streaming session adds."""
@@ -287,7 +287,7 @@ class RequestTracker:
         beside: list[float],
     ) -> TrackedRequest:
         error, name = "", self._names.pop(request_id, None) or self._name(request_id)
-        params, cost = SequenceParams(temperature=0.0), 0.0
+        params, cost, scores = SequenceParams(temperature=0.0), 0.0, False
         here = self.draws == "off" or (self.draws == "per_row" and is_plain(sampling_params))
         if self.draws != "off":  # else vLLM's sampler knows its own parameters
             assert sampling_params is not None, "pooling requests do not reach the samplers"
@@ -296,7 +296,8 @@ class RequestTracker:
             except ValueError as problem:
                 error = str(problem)
             cost = self._balancer.cost(params)
-        scores = self.draws != "off" and scores_prompt(sampling_params)
+            asked = sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids
+            scores = asked != (None, None)
         request = TrackedRequest(
             handle=self._next_handle,
             sampler=ON_DEVICE if here else self._balancer.place(cost, beside),
@@ -342,11 +343,6 @@ def _give_seed(new: NewRequestData, request: TrackedRequest) -> None:
     assert new.sampling_params is not None
     new.sampling_params = copy.copy(new.sampling_params)
     new.sampling_params.seed = request.params.seed
-
-
-def scores_prompt(params: SamplingParams) -> bool:
-    """Whether the last stage reports log-probabilities of the prompt."""
-    return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:

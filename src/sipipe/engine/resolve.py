@@ -25,7 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from sipipe.engine.iterations import Iteration, Iterations
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.telemetry import Telemetry
-from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
+from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import decode_sampled, int32_view
@@ -70,10 +70,7 @@ class Resolver:
     def _collect(self) -> None:
         try:
             while True:
-                try:
-                    number, answers = self._gather.collect()
-                except ChannelPeerDied:
-                    continue  # its process's end is seen too, and a new sampler brought in
+                number, answers = self._gather.collect()
                 frames = collections.deque(chain.from_iterable(answers.values()))
                 answers.clear()
                 tokens = []

@@ -12,7 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -50,15 +50,14 @@ class _Call:
 
 def result_of(future: Future[T], late: Callable[[], object], seconds: float) -> T:
     """What a call while the engine starts gives. Raises StallError when that takes too long, with
-    what is ``late``."""
-    try:
-        # wait: `start_timeout`; the answers, or what fails the engine
-        return future.result(seconds)
-    except TimeoutError:
+    what is ``late``, and what fails the call, which may be a StallError of another host."""
+    # wait: `start_timeout`; the answers, or what fails the engine
+    if not wait([future], seconds).done:
         raise StallError(
             f"not ready in time: {late()} for {seconds:g} s. Raise "
             '"start_timeout" in the sipipe config if it may take so long'
-        ) from None
+        )
+    return future.result()  # wait: none, it is done; nobody
 
 
 @dataclass

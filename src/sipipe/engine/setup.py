@@ -24,8 +24,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
-from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, claimed, format_cpus
+from sipipe.config import CorePlacement, SiPipeConfig
+from sipipe.cores import CorePlan, claimed, format_cpus, plan_cores, share_of, this_machine
 from sipipe.engine import compatibility
 from sipipe.engine.compatibility import STOCK_WORKERS
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
@@ -33,8 +33,7 @@ from sipipe.engine.kv_memory import share_kv_memory
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
-from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
-from sipipe.engine.replicas import plan_replicas
+from sipipe.engine.memory_budget import check_budget, describe, memory_budget
 from sipipe.engine.speculation import without_speculation
 from sipipe.errors import ConfigError
 from sipipe.ipc.parent import end_after_starter
@@ -55,7 +54,8 @@ class PipelineVllmConfig(VllmConfig):
     make this class."""
 
     replicas: int = 1
-    """Engines of this host; vLLM has each one's process forget the others."""
+    """Engines of this host. vLLM has each one's process forget the others, but for its number,
+    ``data_parallel_index``."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In vLLM's engine process too, which waits for its front end for five minutes, also when
@@ -110,7 +110,7 @@ class Setup:
     def describe(self) -> list[str]:
         """What the engine does with this machine, as lines for its user. Raises ResourceError: too
         little shared memory."""
-        budget = self.budget()
+        budget = memory_budget(self)
         check_budget(budget)
         runner = ""
         if not current_platform.is_cpu():
@@ -144,26 +144,6 @@ class Setup:
         if self.config.hosts.count > 1:
             lines.insert(0, f"host {self.node} of {self.config.hosts.count}: {self.has()}")
         return [line for line in lines if line]
-
-    def budget(self) -> list[Part]:
-        """The shared memory that the channels take."""
-        scheduler, model = self.vllm_config.scheduler_config, self.vllm_config.model_config
-        on_gpu = self.vllm_config.device_config.device_type != "cpu"
-        parts = memory_budget(
-            stages=len(self.here) + (self.node > 0),  # the link from the host before ends here
-            ranks=self.ranks,
-            samplers=len(self.cores.samplers),
-            inflight=self.slots,
-            vocabulary=model.get_vocab_size(),
-            dtype=self.dtype,
-            sequences=self.rows,
-            tokens=scheduler.max_num_batched_tokens,
-            shares_projection=bool(self.vocabulary.parts),
-            hidden=model.get_hidden_size(),
-            on_gpu=on_gpu and self.config.transport != "shm",
-        )
-        starts = self.vllm_config.parallel_config.data_parallel_size  # 1 where one has begun
-        return [part._replace(size=part.size * starts) for part in parts]
 
     @property
     def path(self) -> Path:
@@ -296,15 +276,26 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     check_hosts(config.hosts, node)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
-    workers = len(here) * tp * vllm_config.replicas
-    _check_devices(config, workers // tp, tp)
-    plans = plan_replicas(
-        vllm_config,
-        config,
-        stages=len(here),
-        samplers=0 if reason or stages - 1 not in here else config.samplers,
-        nodes=_nodes(config.devices or range(workers)),
-    )
+    replicas, workers = vllm_config.replicas, len(here) * tp  # of each
+    _check_devices(config, replicas * len(here), tp)
+    if replicas > 1 and isinstance(config.cores, CorePlacement):
+        raise ConfigError(
+            f'sipipe config: "cores" places one pipeline, and --data-parallel-size {replicas} has '
+            'several: leave it "auto", or "off"'
+        )
+    nodes = _nodes(config.devices or range(replicas * workers))
+    plans = [
+        plan_cores(
+            share_of(this_machine(), number, replicas),
+            stages=len(here),
+            tensor_parallel=tp,
+            samplers=0 if reason or stages - 1 not in here else config.samplers,
+            placement=config.cores,
+            device="cpu" if current_platform.is_cpu() else "cuda",
+            nodes=nodes[number * workers :],
+        )
+        for number in range(replicas)
+    ]
     layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
     if not reason:
         vocabulary, layers = choose_vocabulary(vllm_config, config, layers)

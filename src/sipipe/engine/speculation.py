@@ -81,12 +81,16 @@ def check_speculation(vllm_config: VllmConfig) -> None:
     names the option."""
     if (speculative := vllm_config.speculative_config) is None:
         return
+    model = vllm_config.model_config
     reasons = {
         f'method "{speculative.method}"': speculative.method not in SETTINGS,
         "num_speculative_tokens_per_batch_size (SiPipe decides by measured times)": (
             speculative.uses_dynamic_speculative_decoding()
         ),
-        "a model with recurrent states": vllm_config.model_config.has_inner_state,
+        "a model with recurrent states": model.has_inner_state,
+        "encoder-decoder models": model.is_encoder_decoder,
+        "a model whose prefill leaves tokens out": model.rswa_window is not None,
+        "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
     }
     for reason, found in reasons.items():

@@ -42,9 +42,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from sipipe.ipc import frames
+from sipipe.ipc.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.frames import Place
-from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
-from sipipe.ipc.secret import key_pairs, read_secret
+from sipipe.ipc.secret import private_keys, read_secret
 from sipipe.ipc.tcp import deafen, listen, what_was_seen
 
 HEARTBEAT_MS, SILENCE_MS = 1000, 10_000
@@ -66,13 +66,13 @@ _EVENTS = _OPENED | _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_
 
 def _curve(listens: bool) -> dict[int, int | bytes]:
     """ZeroMQ's options for who has the secret."""
-    ours, theirs = key_pairs(read_secret())
+    listener, connector = private_keys(read_secret())
     if listens:
-        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: ours.private}
+        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: listener}
     return {
-        zmq.CURVE_SERVERKEY: ours.public,
-        zmq.CURVE_PUBLICKEY: theirs.public,
-        zmq.CURVE_SECRETKEY: theirs.private,
+        zmq.CURVE_SERVERKEY: zmq.curve_public(listener),
+        zmq.CURVE_PUBLICKEY: zmq.curve_public(connector),
+        zmq.CURVE_SECRETKEY: connector,
     }
 
 

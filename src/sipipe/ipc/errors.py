@@ -1,24 +1,25 @@
-"""What goes wrong on a channel, each as one line that names the channel and the peer."""
+"""What goes wrong between processes, each as one line that names the channel or link and the peer. A
+wait whose time is up is a :class:`sipipe.errors.StallError`."""
 
-from sipipe.errors import SiPipeError, StallError, WorkerDiedError
+from sipipe.errors import SiPipeError, WorkerDiedError
+
+
+class PeerDiedError(WorkerDiedError):
+    """The process at the other side went away without closing, or the connection broke. Of a ring a
+    reader hears it after all complete messages."""
 
 
 class ChannelError(SiPipeError):
-    """Base of what a channel raises; the channel is unusable unless a subclass says otherwise."""
+    """Base of what else a ring or the gather raises."""
 
 
 class ChannelClosed(ChannelError):  # noqa: N818 - an event, not always an error
     """The other side closed the channel in good order; every message before was delivered."""
 
 
-class ChannelTimeout(ChannelError, StallError):  # noqa: N818 - an event, not always an error
-    """A wait for ``late`` peers reached its bound; the call may be made again."""
-
-    def __init__(self, message: str, late: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.late = late
+class LinkClosedError(SiPipeError):
+    """This end of a link, or the other one, was closed in good order."""
 
 
-class ChannelPeerDied(ChannelError, WorkerDiedError):  # noqa: N818 - an event, not always an error
-    """A process at the other side went away without closing: for a reader the end, after all
-    complete messages; for a producer or a receiver an event, others stay."""
+class TransferMismatchError(SiPipeError):
+    """What arrived is not what the scheduling output announced; nothing of it is handed out."""

@@ -7,9 +7,10 @@ Who runs here
 Guarantees
     ``collect`` returns iterations in the order in which they were declared, each when its last
     answer is in. An answer that came already, or late, is dropped: a sampler that was started again
-    may repeat its predecessor's. When a sampler closes its end or dies, ``collect`` says so once,
-    after all that it sent, and goes on for the others. An answer travels in frames, so that nothing
-    but the answer itself is as large as an answer.
+    may repeat its predecessor's. When a sampler closes its end or dies, all that it sent is taken,
+    and ``collect`` goes on for the others: who started its process hears of it, and brings in
+    another. An answer travels in frames, so that nothing but the answer itself is as large as an
+    answer.
 Relies on
     The kernel closes the ends of a process that dies, and no other process has a copy of them.
     Invariant: ``_lock`` is held wherever a socket is read or closed; ``_collecting`` wherever
@@ -22,7 +23,6 @@ Rejected: a listener and a handshake (a sampler is always a child, which inherit
 memory for the way back (for some hundred bytes it would save a few microseconds).
 """
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -32,8 +32,8 @@ import struct
 import threading
 from collections.abc import Iterable, Sequence
 
-from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.locks import deadline_after, remaining
+from sipipe.errors import StallError
+from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 
 _HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
 _RECEIVE_BYTES = 1 << 18
@@ -70,7 +70,6 @@ class GatherReceiver:
         self._samplers: dict[int, _Sampler] = {}  # by descriptor
         self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
         self._last = -1  # the iteration that was declared last
-        self._gone: collections.deque[int] = collections.deque()
         self._closed = False
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -80,16 +79,14 @@ class GatherReceiver:
 
     def replace(self, index: int, sock: socket.socket) -> None:
         """Listen to a new sampler ``index``; any thread may call. It answers anew what its
-        predecessor had not, or in part. What that had sent and ``collect`` has not read is dropped,
-        and its death not reported any more."""
+        predecessor had not, or in part. What that had sent and ``collect`` has not read is
+        dropped."""
         with self._lock:
             if self._closed:
                 sock.close()
                 return
             for old in [one for one in self._samplers.values() if one.index == index]:
                 self._remove(old)
-            if index in self._gone:
-                self._gone.remove(index)
             for pending in self._pending.values():
                 if index in pending.missing:
                     pending.frames.pop(index, None)
@@ -107,12 +104,9 @@ class GatherReceiver:
             if not missing and not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    def collect(self, timeout: float | None = None) -> tuple[int, dict[int, list[bytes]]]:
+    def collect(self) -> tuple[int, dict[int, list[bytes]]]:
         """Wait for the next iteration to be complete: its number, and each sampler's frames. Raises
-        ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
-        ChannelPeerDied: a sampler went away; call again, for the others. ChannelClosed: this
-        receiver was closed, perhaps by another thread just now."""
-        deadline = deadline_after(timeout)
+        ChannelClosed: this receiver was closed, perhaps by another thread just now."""
         with self._collecting:
             while True:
                 with self._lock:
@@ -120,14 +114,9 @@ class GatherReceiver:
                         raise ChannelClosed("channel bic-o: closed")
                     if (complete := self._take()) is not None:
                         return complete
-                    if self._gone:
-                        gone = self._gone.popleft()
-                        raise ChannelPeerDied(f"channel bic-o: sampler{gone} is gone")
                 # wait: none, for the engine has one for each iteration; tokens, a sampler's
                 # death, an iteration without samplers, `close`
-                ready = self._epoll.poll(remaining(deadline))
-                if not ready:
-                    raise self._late(timeout)
+                ready = self._epoll.poll(None)
                 with self._lock:
                     for descriptor, _ in ready:
                         self._read(descriptor)
@@ -184,7 +173,6 @@ class GatherReceiver:
             self._parse(sampler)
         else:
             self._remove(sampler)
-            self._gone.append(sampler.index)
 
     def _parse(self, sampler: _Sampler) -> None:
         """Take the complete frames."""
@@ -204,15 +192,6 @@ class GatherReceiver:
             start = end
         del data[:start]
 
-    def _late(self, timeout: float | None) -> ChannelTimeout:
-        with self._lock:
-            iteration, pending = next(iter(self._pending.items()), (self._last + 1, None))
-        late = () if pending is None else tuple(f"sampler{i}" for i in sorted(pending.missing))
-        what = f"{', '.join(late)} sent nothing for it" if late else "it is not declared"
-        return ChannelTimeout(
-            f"channel bic-o: iteration {iteration} is not complete after {timeout} s: {what}", late
-        )
-
 
 class GatherSender:
     """A sampler's end. Not for two threads at once."""
@@ -225,21 +204,19 @@ class GatherSender:
         self, iteration: int, data: bytes, timeout: float = 60.0, *, more: bool = False
     ) -> None:
         """Answer ``iteration`` with one frame. With ``more``, others of the same answer follow.
-        Raises ChannelTimeout: not taken within ``timeout`` seconds; this end is closed, in
-        mid-frame. ChannelPeerDied: the executor is gone, or this end is closed."""
+        Raises StallError: not taken within ``timeout`` seconds; this end is closed, in
+        mid-frame. PeerDiedError: the executor is gone, or this end is closed."""
         try:
             self._sock.settimeout(timeout)
             # wait: 60 s; the executor, or its death
             self._sock.sendall(_HEADER.pack(len(data), more, iteration) + data)
         except (TimeoutError, BlockingIOError):  # the latter when no time was left
             self._sock.close()
-            raise ChannelTimeout(
-                f"channel bic-o: the executor took nothing for {timeout} s", ("executor",)
+            raise StallError(
+                f"channel bic-o: the executor took nothing for {timeout:g} s"
             ) from None
         except OSError as error:
-            raise ChannelPeerDied(
-                f"channel bic-o: the executor is gone ({error.strerror})"
-            ) from None
+            raise PeerDiedError(f"channel bic-o: the executor is gone ({error.strerror})") from None
 
     def close(self) -> None:
         """Close this end, after what was sent. Idempotent."""

@@ -23,7 +23,6 @@ import fcntl
 import functools
 import os
 import struct
-import time
 import weakref
 
 _SETLK, _SETLKW = 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
@@ -85,13 +84,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def remaining(deadline: float | None) -> float | None:
-    """Seconds left until ``deadline`` (of ``time.monotonic``), at least 0; None has no end."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def deadline_after(timeout: float | None) -> float | None:
-    """The time at which ``timeout`` seconds from now are over."""
-    return None if timeout is None else time.monotonic() + timeout

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from sipipe.errors import ResourceError
-from sipipe.ipc.errors import ChannelPeerDied
+from sipipe.ipc.errors import PeerDiedError
 
 PAGE = mmap.PAGESIZE
 _IDENTITY_BYTES = 16
@@ -59,7 +59,11 @@ class SharedMemory:
         check_room(size, f"channel {channel} ({size / 2**20:,.1f} MiB)")
         try:
             fd = os.memfd_create(f"sipipe-{channel}", os.MFD_CLOEXEC)
-            os.posix_fallocate(fd, 0, size)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError:
+                os.close(fd)
+                raise
         except OSError as error:
             raise ResourceError(
                 f"channel {channel}: cannot get {size:,} bytes of shared memory ({error.strerror})"
@@ -71,7 +75,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, endpoint: Endpoint) -> SharedMemory:
-        """Map the memory that another process (or this one) created. ChannelPeerDied: it is gone."""
+        """Map the memory that another process (or this one) created. PeerDiedError: it is gone."""
         try:
             fd = os.open(endpoint.path, os.O_RDWR | os.O_CLOEXEC)
         except PermissionError:
@@ -125,7 +129,7 @@ def _read_number(path: str, key: str = "") -> int:
     return 0
 
 
-def _creator_gone(endpoint: Endpoint) -> ChannelPeerDied:
-    return ChannelPeerDied(
+def _creator_gone(endpoint: Endpoint) -> PeerDiedError:
+    return PeerDiedError(
         f"channel {endpoint.channel}: the process that made it is gone; start the engine again"
     )

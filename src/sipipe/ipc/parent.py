@@ -108,12 +108,9 @@ def end_this_process(seconds: float, ending: Callable[[], bool] = lambda: False)
     os._exit(1)
 
 
-PR_SET_PDEATHSIG = 1
-
-
 def end_with_parent_thread() -> None:
     """The kernel kills this process when the *thread* ends that started it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 STARTER = "SiPipeStarter"

@@ -15,9 +15,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import NamedTuple
 
-import zmq
 from zmq.utils import z85
 
 from sipipe.errors import ConfigError
@@ -27,17 +25,10 @@ _LEAST = 16
 """Characters."""
 
 
-class KeyPair(NamedTuple):
-    """One end's CURVE keys, in ZeroMQ's text form."""
-
-    public: bytes
-    private: bytes
-
-
 def read_secret() -> bytes:
-    """The secret of this process's environment. Raises ConfigError: there is none, it cannot be
-    read, others can read it, or it is too short."""
-    secret, path = os.environ.get(SECRET, "").encode(), os.environ.get(SECRET_FILE)
+    """The secret of this process's environment, as a word of ASCII. Raises ConfigError: there is
+    none, it cannot be read, others can read it, or it is too short."""
+    secret, path = os.fsencode(os.environ.get(SECRET, "")), os.environ.get(SECRET_FILE)
     if not secret and path:
         try:
             with Path(path).open("rb") as file:
@@ -55,15 +46,16 @@ def read_secret() -> bytes:
         raise ConfigError(
             f"{SECRET} has {len(secret)} characters: use {_LEAST} or more (openssl rand -hex 32)"
         )
-    return secret
+    # Whatever bytes a file may have, such as /dev/urandom's: Ray takes the word as an environment
+    # variable to the other hosts, where it is read again.
+    return secret if secret.isascii() and secret.decode().isprintable() else secret.hex().encode()
 
 
 @functools.lru_cache(maxsize=4)
-def key_pairs(secret: bytes) -> tuple[KeyPair, KeyPair]:
-    """The listening end's keys and the connecting end's."""
-    pairs = []
-    for end in (b"sipipe listener 1", b"sipipe connector 1"):
-        seed = hashlib.scrypt(secret, salt=end, n=1 << 14, r=8, p=1, dklen=32)
-        private = z85.encode(seed)
-        pairs.append(KeyPair(zmq.curve_public(private), private))
-    return pairs[0], pairs[1]
+def private_keys(secret: bytes) -> tuple[bytes, bytes]:
+    """The listening end's CURVE key and the connecting end's, in ZeroMQ's text form."""
+
+    def key_of(end: bytes) -> bytes:
+        return z85.encode(hashlib.scrypt(secret, salt=end, n=1 << 14, r=8, p=1, dklen=32))
+
+    return key_of(b"sipipe listener 1"), key_of(b"sipipe connector 1")

@@ -28,6 +28,7 @@ import multiprocessing
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,9 @@ class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
     """The executor's process."""
     created_ns: int = msgspec.field(default_factory=time.monotonic_ns)
     path: str = ""
-    """``sipipe`` or ``vllm``: whose runner and sampler; empty while the engine starts."""
+    """``sipipe`` or ``device``: who draws; empty while the engine starts."""
     reason: str = ""
-    """Why vLLM's."""
+    """Why the device, with vLLM's sampler."""
     vllm: str = ""
 
     @property
@@ -170,15 +171,15 @@ class LivePage:
 
     @classmethod
     def attach(cls, path: str) -> LivePage:
-        """Map the page at :attr:`path` of another process. TraceError: there is none any more, or it
-        is another user's."""
+        """Map the page at :attr:`path` of another process. TraceError: there is none any more, it is
+        another user's, or its header is just being written."""
         try:
             descriptor = open_own(path)
         except OSError as error:
             raise TraceError(f"statistics page {path}: {error.strerror}") from None
         try:
             return cls(mmap.mmap(descriptor, 0))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise TraceError(f"statistics page {path}: {error}") from None
         finally:
             os.close(descriptor)
@@ -258,22 +259,30 @@ def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError, TraceError):
-            for link in (entry / "fd").iterdir():
-                if not os.readlink(link).startswith(f"/memfd:{_NAME}"):
-                    continue
-                page = LivePage.attach(str(link))
-                key = (page.header.pid, page.header.created_ns)
-                if (
-                    key in found
-                    or page.header.pid != int(entry.name)
-                    or (run is not None and page.header.run != run)
-                    or (pid is not None and pid not in _line(page.header.pid))
-                ):
-                    page.close()
-                else:
-                    found[key] = page
+        for page in _pages_of(entry):
+            key = (page.header.pid, page.header.created_ns)
+            if (
+                key in found
+                or page.header.pid != int(entry.name)
+                or (run is not None and page.header.run != run)
+                or (pid is not None and pid not in _line(page.header.pid))
+            ):
+                page.close()
+            else:
+                found[key] = page
     return sorted(found.values(), key=lambda page: (page.header.created_ns, page.header.pid))
+
+
+def _pages_of(process: Path) -> Iterator[LivePage]:
+    """The pages that the process of a directory of ``/proc`` has open."""
+    links: list[Path] = []
+    with contextlib.suppress(OSError):  # another user's, or it has ended
+        links.extend((process / "fd").iterdir())
+    for link in links:
+        # Each for itself: it may have been closed since, or be no page yet.
+        with contextlib.suppress(OSError, TraceError):
+            if os.readlink(link).startswith(f"/memfd:{_NAME}"):
+                yield LivePage.attach(str(link))
 
 
 def still_there(pages: list[LivePage]) -> list[LivePage]:

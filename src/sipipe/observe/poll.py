@@ -31,8 +31,8 @@ class Block:
     """By how much each has grown since the poll before."""
     span_ns: int
     """How long ago that was."""
-    now_ns: int
-    """When the words were read at the earliest."""
+    idle_ns: int
+    """Executor: time without any request, that which goes on included; else 0."""
     queues: dict[str, int]
     """What waits for the process, by name of the queue.
 
@@ -45,14 +45,6 @@ class Block:
     def last_iteration(self) -> int:
         """The last that is through here; 0 before the first."""
         return max(0, self.words[Word.PHASE_LAST + MAIN_PHASE[self.role]] - 1)
-
-    @property
-    def idle_ns(self) -> int:
-        """Executor: time without any request, that which goes on included."""
-        words = self.words
-        since = words[Word.IDLE_FROM]
-        going_on = self.now_ns - since if since > words[Word.IDLE_TO] else 0
-        return words[Word.IDLE_NS] + max(0, going_on)
 
     @property
     def busy_ns(self) -> int:
@@ -87,6 +79,7 @@ class Poll:
         self.page = page
         self._then = page.header.created_ns
         self._last: dict[Key, list[int]] = {}
+        self._idle_ns = 0
 
     def blocks(self) -> list[Block]:
         """The blocks of all processes: executor, stages, samplers."""
@@ -98,8 +91,17 @@ class Poll:
         for key, new in words.items():
             old = before.get(key, [0] * len(new))
             grown = [a - b for a, b in zip(new, old, strict=True)]
-            found.append(Block(*key, new, grown, span, now, self._queues(words, *key)))
+            idle = self._idle(new, now) if key[0] == "executor" else 0
+            found.append(Block(*key, new, grown, span, idle, self._queues(words, *key)))
         return found
+
+    def _idle(self, words: list[int], now: int) -> int:
+        """Never less than at the poll before: when a request comes, what went on until then is over
+        a moment before it is counted, and ``now`` may be a little later."""
+        since = words[Word.IDLE_FROM]
+        going_on = now - since if since > words[Word.IDLE_TO] else 0
+        self._idle_ns = max(self._idle_ns, words[Word.IDLE_NS] + max(0, going_on))
+        return self._idle_ns
 
     def _queues(
         self, words: dict[Key, list[int]], role: Role, index: int, rank: int

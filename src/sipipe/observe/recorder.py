@@ -1,12 +1,13 @@
 """Recording: fixed-size records into a queue in memory, spilled by a background thread.
 
 Who runs here: every thread of the process that calls ``record``, and one daemon thread per
-recorder that writes what they recorded to the file.
+recorder, from the first record on, that writes what they recorded to the file.
 
-Guarantees: ``record`` takes no lock, makes no system call, and never waits: when ``CAPACITY``
-records wait, one more is dropped and counted, and the file says so. What a thread recorded is in the
-file after ``close``, at normal exit, and, but for the last ``INTERVAL`` seconds, after a kill. Where
-there is a limit, the file is begun anew when it has half of it, and the one before it kept.
+Guarantees: ``record`` takes no lock, makes no system call (but the first of all, which starts that
+thread), and never waits: when ``CAPACITY`` records wait, one more is dropped and counted, and the
+file says so. What a thread recorded is in the file after ``close``, at normal exit, and, but for the
+last ``INTERVAL`` seconds, after a kill. Where there is a limit, the file is begun anew when it has
+half of it, and the one before it kept.
 
 Relies on: ``deque.append`` and ``popleft``, which are atomic; only the spiller takes records out.
 A count of dropped records that two threads raise at once may miss one of them.
@@ -69,8 +70,8 @@ class Recorder:
         live: LiveWriter | None = None,
         limit: int | None = None,
     ) -> None:
-        """Create ``path`` (it must not exist), write ``header`` and start the spiller; ``limit`` as
-        :func:`open_recorder` has it. Raises ConfigError: the file cannot be created."""
+        """Create ``path`` (it must not exist), write ``header``; ``limit`` as :func:`open_recorder`
+        has it. Raises ConfigError: the file cannot be created."""
         self._count: Callable[..., None] = live.phase if live else lambda *_: None
         self._path = path
         self._over = path is None  # no file, closed, or the disk is full
@@ -91,7 +92,6 @@ class Recorder:
         self._stop = threading.Event()
         self._cpu = (time.monotonic_ns(), time.process_time_ns())
         self._spiller = threading.Thread(target=self._run, name="sipipe-trace", daemon=True)
-        self._spiller.start()
         atexit.register(self.close)
 
     def record(
@@ -111,7 +111,7 @@ class Recorder:
             pass
         elif len(self._records) < CAPACITY:
             if (thread := self._threads.get(threading.get_ident())) is None:
-                thread = self._threads[threading.get_ident()] = min(next(self._numbers), 255)
+                thread = self._begin_thread()
             self._records.append(
                 PACK.pack(start_ns, end_ns, iteration, batch, tokens, phase, thread, slot)
             )
@@ -119,13 +119,24 @@ class Recorder:
             self._dropped += 1
         self._count(phase, iteration, start_ns, end_ns, batch, tokens)
 
+    def _begin_thread(self) -> int:
+        """The number of the thread that calls, which records for the first time."""
+        number = next(self._numbers)
+        if number == 0:
+            # Not earlier: the engine's recorder is made before its workers, which are not forked
+            # from a process that has other threads (`sipipe.engine.forking.may_fork`), and its
+            # first record is of an iteration, or of the time before the first request.
+            self._spiller.start()
+        thread = self._threads[threading.get_ident()] = min(number, 255)
+        return thread
+
     def close(self) -> None:
         """Write what is left and close the file. Idempotent; later records are lost."""
         if self._path is None:
             return
         atexit.unregister(self.close)
         self._stop.set()
-        if threading.current_thread() is not self._spiller:
+        if self._spiller.is_alive() and threading.current_thread() is not self._spiller:
             self._spiller.join(timeout=5)  # a disk that hangs must not hold up the exit
         if not self._over and self._file.acquire(timeout=1):
             try:

@@ -10,12 +10,13 @@ computed; :meth:`NGrams.propose` runs behind a draw.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sipipe.jit import compiling
 from sipipe.messages.boots import NGramSettings, SuffixSettings
 from sipipe.sampler.kernels.ngrams import MEMORY, Histories, follow, index_all, propose_all
 from sipipe.sampler.seen import grown
@@ -56,7 +57,8 @@ class NoDrafts:
 class NGrams(NoDrafts):
     """With speculation. 12 to 24 bytes a token of each sequence."""
 
-    def __init__(self, settings: NGramSettings) -> None:
+    def __init__(self, settings: NGramSettings, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
         self._longest, self._shortest = settings.prompt_lookup_max, settings.prompt_lookup_min
         self._most = settings.num_speculative_tokens
         self._index: dict[int, int] = {}
@@ -107,7 +109,8 @@ class NGrams(NoDrafts):
             return []
         which = np.array([self._index[handle] for handle in handles.tolist()], np.int64)
         counts = np.empty(which.size, np.int64)
-        propose_all(self._all, which, drawn, self._shortest, self._longest, worth, counts)
+        lengths = self._shortest, self._longest
+        propose_all(self._all, which, drawn, *lengths, self._vocabulary, worth, counts)
         proposed = self._all.proposed
         return [
             (int(rows[i]), proposed[which[i], : counts[i]].tobytes())
@@ -164,10 +167,11 @@ class Suffixes(NoDrafts):
     """By Arctic Inference: a tree of each sequence, and one of what came for all of this sampler. The
     library says how often a continuation came; how often it was right is learnt beside that."""
 
-    def __init__(self, settings: SuffixSettings) -> None:
+    def __init__(self, settings: SuffixSettings, vocabulary: int) -> None:
         # Only here: the library is there where the method is asked for.
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
+        self._vocabulary = vocabulary
         self._depth = settings.suffix_decoding_max_tree_depth
         self._most = settings.num_speculative_tokens
         self._how = {
@@ -212,16 +216,31 @@ class Suffixes(NoDrafts):
                     break
             end = (one.end + came)[-self._depth :]
             draft = self._trees.speculate(handle, end, self._most, **self._how)
-            one.proposed, chance = draft.token_ids if came else [], one.right / one.tried
-            likely = [p * chance ** (i + 1) for i, p in enumerate(draft.probs)]
+            known = takewhile(lambda token: token < self._vocabulary, draft.token_ids)
+            one.proposed, chance = list(known) if came else [], one.right / one.tried
+            probs = draft.probs[: len(one.proposed)]
+            likely = [p * chance ** (i + 1) for i, p in enumerate(probs)]
             if count := sum(each >= worth for each in likely) if one.proposed else 0:
                 drafts = np.array(one.proposed[:count], np.int32)
                 found.append((int(rows[mine[0]]), drafts.tobytes()))
         return found
 
 
-def drafter(settings: NGramSettings | SuffixSettings | None) -> NoDrafts:
-    """What proposes drafts, if anything does."""
+def drafter(settings: NGramSettings | SuffixSettings | None, vocabulary: int) -> NoDrafts:
+    """What proposes drafts, if anything does: of the token ids below ``vocabulary``."""
     if settings is None:
         return NoDrafts()
-    return Suffixes(settings) if isinstance(settings, SuffixSettings) else NGrams(settings)
+    kind: Any = Suffixes if isinstance(settings, SuffixSettings) else NGrams
+    made: NoDrafts = kind(settings, vocabulary)
+    return made
+
+
+def warm_up_ngrams() -> None:
+    """Compile what proposes n-grams, or load it from the on-disk cache."""
+    settings = NGramSettings(num_speculative_tokens=2, prompt_lookup_max=3, prompt_lookup_min=2)
+    one = np.zeros(1, np.int32)
+    with compiling("sipipe.sampler.kernels"):
+        drafts = NGrams(settings, 10)
+        drafts.join(0, np.array([1, 2, 3] * 3, np.int32), one + 1)
+        drafts.append([0], [2])
+        drafts.propose(one, one, one + 3, 0.5)

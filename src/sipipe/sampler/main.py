@@ -53,7 +53,7 @@ from sipipe.messages.step import (
 )
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
-from sipipe.sampler.drafts import drafter
+from sipipe.sampler.drafts import drafter, warm_up_ngrams
 from sipipe.sampler.kernels.rows import NOT_DRAWN
 from sipipe.sampler.measure import measure
 from sipipe.sampler.result import SampleResult
@@ -86,7 +86,7 @@ class Sampler:
             reasoning_end_token_ids=settings.reasoning[1],
             natural_reasoning_end_token_ids=settings.reasoning[2],
         )
-        self._drafter = drafter(settings.speculation)
+        self._drafter = drafter(settings.speculation, settings.vocab_size)
         self._say = say
         self._owed = -1
         """The last iteration that a predecessor left."""
@@ -286,6 +286,7 @@ def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
     sender = GatherSender(socket.socket(fileno=int(tokens)))
     show(name)
     warm_up([dtype])
+    warm_up_ngrams()
     if name == SPARE:
         parent.say(Warm())
     boot: SamplerBoot = parent.receive()

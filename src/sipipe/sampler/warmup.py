@@ -22,10 +22,13 @@ def warm_up(dtypes: Iterable[str] = DTYPES) -> None:
     with compiling("sipipe.sampler.kernels"):
         columns = SequenceColumns(_VOCAB)
         params = SequenceParams(repetition_penalty=1.1, logprobs=1, top_k=5, seed=1)
-        columns.join(0, params, [1, 2, 3], [4] * 100)
-        columns.append([0], [5])
+        columns.join(0, params, [1, 2, 3], [4])
+        for token in range(5, 60):  # more than its table has room for
+            columns.append([0], [token])
         for row in rows:
-            columns.sample([0], row)
+            [token] = columns.sample([0], row).token_ids
+            behind_a_draft = np.array([-1, token], np.int32)
+            columns.prepare([0, 0], [0, 0], follows=behind_a_draft)(row)
 
 
 def converted(logits: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:

@@ -64,10 +64,12 @@ def measured(
             kill_group(process.pid)  # what it has left, such as a server that hangs
             control.close()
         log.seek(0)
-        if process.returncode == 2:  # what measure says of a wrong option
-            raise ConfigError(log.read().decode().splitlines()[-1])
         if process.returncode != 0:
-            raise _failed(f"{side} failed: {_keep(side, log.read())}", log)
+            said = log.read()
+            lines = said.decode(errors="replace").strip().splitlines()
+            if process.returncode == 2 and lines:  # what measure says of a wrong option
+                raise ConfigError(lines[-1])
+            raise _failed(f"{side} failed: {_keep(side, said)}", log)
     result: dict[str, Any] = json.loads(out)
     return result
 

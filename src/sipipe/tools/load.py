@@ -147,8 +147,8 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
             pass
         if server is None:
             break
-        if server.poll() == 2 and log is not None:
-            raise ConfigError(_read(log).splitlines()[-1])
+        if server.poll() == 2 and log is not None and (said := _read(log).strip()):
+            raise ConfigError(said.splitlines()[-1])
         if server.poll() is not None:
             raise SiPipeError(f"the server ended with status {server.returncode}")
         time.sleep(0.2)  # wait: STARTS in all; the server's start or end
@@ -210,7 +210,8 @@ def memory_mib(pid: int) -> dict[str, int]:
     for process in (top, *top.children(recursive=True)):
         with suppress(psutil.Error):
             words = process.cmdline()
-            module = words[words.index("-m") + 1] if "-m" in words[:-1] else words[0].split()[0]
+            title = " ".join(words[:1]).split() or [process.name()]  # some give themselves none
+            module = words[words.index("-m") + 1] if "-m" in words[:-1] else title[0]
             found[module.rpartition("/")[2]] += process.memory_full_info().pss >> 20
     return dict(found)
 
@@ -234,9 +235,9 @@ def draws(url: str, count: int) -> dict[str, float] | None:
     among = SHOWN // 2
     expected: defaultdict[str, float] = defaultdict(float)
     drawn: Counter[str] = Counter()
-    for _ in range(0, count, 256):
+    for first in range(0, count, 256):
         body = {**how, "temperature": 1.0, "top_k": among}
-        for choice in _complete(url, _prompts(1) * min(256, count), body):
+        for choice in _complete(url, _prompts(1) * min(256, count - first), body):
             logprobs = choice.get("logprobs") or {}
             told = (logprobs.get("top_logprobs") or [{}])[0]
             likely = sorted(told, key=lambda token: -told[token])[:SHOWN]

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import os
 import platform
-import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 def machine() -> dict[str, Any]:
     """The hardware, the software and the date that a figure belongs to."""
-    here = str(Path(__file__).parent)
+    here = Path(__file__)
+    git = ("git", "-C", str(here.parent))
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -23,8 +23,9 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        # With a + where files differ from it.
-        "commit": output("git", "-C", here, "describe", "--always", "--dirty=+", "--exclude=*"),
+        # Of a checkout that has this file, and does not only lie around it; + where files differ.
+        "commit": output(*git, "ls-files", here.name)
+        and output(*git, "describe", "--always", "--dirty=+", "--exclude=*"),
         "date": datetime.date.today().isoformat(),
     }
     if gpus := output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"):
@@ -37,9 +38,7 @@ def machine() -> dict[str, Any]:
 
 def output(*command: str) -> str | None:
     """What a program prints; None: it is not there, fails, prints nothing, or takes 20 s."""
-    if shutil.which(command[0]) is None:
-        return None
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         # wait: 20 s; the program's end
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         return None if run.returncode else run.stdout.strip() or None

@@ -11,7 +11,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from sipipe.errors import ConfigError, ResourceError
@@ -80,7 +80,7 @@ def _unpack(source: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     file = {"gguf_file": source.name}
-    with without_bars():
+    with redirect_stderr(io.StringIO()):  # not all of transformers' bars can be told not to show
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
             dtype=torch.bfloat16,
@@ -89,8 +89,3 @@ def _unpack(source: Path, directory: Path) -> None:
         )
         model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(source.parent, **file).save_pretrained(directory)
-
-
-def without_bars() -> AbstractContextManager[object]:
-    """While active, transformers shows no progress: not all of its bars can be told not to."""
-    return redirect_stderr(io.StringIO())

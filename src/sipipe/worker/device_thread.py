@@ -16,6 +16,7 @@ import torch
 
 from sipipe.errors import StallError
 from sipipe.worker.device import Device
+from sipipe.worker.inputs.model_input import ModelInput
 
 _IDLE = "waits for the next iteration"
 
@@ -24,12 +25,7 @@ _IDLE = "waits for the next iteration"
 class Launched:
     """An iteration that has been launched on the device."""
 
-    iteration: int
-    slot: int
-    num_reqs: int
-    num_tokens: int
-    samples: int = 0
-    """Rows of logits that samplers get of it."""
+    inputs: ModelInput
     first: Any = None
     """The device's mark before the stage's layers."""
     made: Any = None

@@ -27,9 +27,10 @@ from sipipe.errors import DamagedError, StallError
 from sipipe.worker.device import Device
 from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.device_thread import Launched
+from sipipe.worker.inputs.batch import scheduling_order
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover, StageLogits
-from sipipe.worker.projection import Projection, WholeProjection
+from sipipe.worker.projection import Projection
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
 
 Rows = npt.NDArray[np.int64]
@@ -79,7 +80,7 @@ class NothingDrawn:
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         """Iterations can run: with this part of the output projection, and writer of BIC-L."""
 
-    def begin(self, inputs: ModelInput, launched: Launched) -> None:
+    def begin(self, launched: Launched) -> None:
         """An iteration is launched next."""
 
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
@@ -108,7 +109,7 @@ class WholeBatch(NothingDrawn):
         self._stall_timeout = stall_timeout
         self._grammars: queue.SimpleQueue[tuple[int, GrammarOutput | None]] = queue.SimpleQueue()
 
-    def begin(self, inputs: ModelInput, launched: Launched) -> None:  # noqa: ARG002
+    def begin(self, launched: Launched) -> None:
         launched.whole = launched.reports = self._reports
 
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
@@ -153,18 +154,17 @@ class LastRows(NothingDrawn):
         self._device = device
         self._reports = reports
         self.stage_logits: StageLogits = StageLogits(runner)
-        self.projection: Projection = WholeProjection(self.stage_logits)
+        self.projection = Projection(self.stage_logits)
         requests, there = runner.max_num_reqs, runner.device
         self._no_tokens = torch.zeros(requests, 1, dtype=torch.int64, device=there)
         self._none = torch.zeros(requests, dtype=torch.int32, device=there)
-        self._on_device: npt.NDArray[np.bool_] = np.zeros(requests, np.bool_)
-        """Of each of the runner's requests, whether the device draws for it."""
-        self._draw: Callable[..., torch.Tensor] = _never
+        self._device_sampler: DeviceSampler | None = None
+        """Draws the rows that ask for no more than a temperature; None: samplers draw all."""
         self._ahead: Callable[..., torch.Tensor | None] = lambda *_: None
         self._writes = False
         self._scored: set[str] = set()
         """Requests of which tokens are named whose log-probabilities in the prompt are wanted."""
-        self._now: tuple[ModelInput, Launched] | None = None
+        self._now: Launched | None = None
         """The iteration that is being launched; None: a warm-up, or a measurement."""
 
     def take_over(self, *, per_row: bool) -> None:
@@ -173,16 +173,15 @@ class LastRows(NothingDrawn):
         self._runner.sample = self._sample
         self._runner.sampler = StandInSampler()
         if per_row:
-            self._runner.sampler = sampler = DeviceSampler(self._runner)
-            self._on_device, self._draw = sampler.plain, sampler.draw
+            self._runner.sampler = self._device_sampler = DeviceSampler(self._runner)
 
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         self.projection = projection
         if logits is not None:
             self._ahead, self._writes = logits.ahead, True
 
-    def begin(self, inputs: ModelInput, launched: Launched) -> None:
-        self._now, output = (inputs, launched), inputs.output
+    def begin(self, launched: Launched) -> None:
+        self._now, output = launched, launched.inputs.output
         self._scored.difference_update(output.finished_req_ids)
         for new in output.scheduled_new_reqs:
             params = new.sampling_params
@@ -195,11 +194,11 @@ class LastRows(NothingDrawn):
     def _finish(self, grammar_output: Any) -> Any:
         """In place of the runner's ``sample_tokens``, which makes an output that is copied to the
         host: a stream's wait, two copies and an event that only a reported iteration needs."""
-        now, state = self._now, self._runner.execute_model_state
-        if now is None or state is None:
+        launched, state = self._now, self._runner.execute_model_state
+        if launched is None or state is None:
             return self._sample_tokens(grammar_output)
-        batch, launched = state.input_batch, now[1]
-        rows, sent = self._rows(now[0], batch)
+        batch, inputs = state.input_batch, launched.inputs
+        rows, sent = self._rows(inputs, batch)
         if self._is_awaited(batch, launched, len(rows), sent):
             return self._sample_tokens(grammar_output)
         self._runner.execute_model_state = None
@@ -208,7 +207,7 @@ class LastRows(NothingDrawn):
         self._runner.postprocess_sampled(
             batch.idx_mapping, tokens, none, none, batch.query_start_loc
         )
-        launched.kv = self._runner.kv_connector.post_forward(now[0].output.finished_req_ids)
+        launched.kv = self._runner.kv_connector.post_forward(inputs.output.finished_req_ids)
         return None
 
     def _sample(
@@ -219,11 +218,11 @@ class LastRows(NothingDrawn):
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         """In place of the runner's ``sample``: no request gets a token here. Tokens that are drawn
         on the device go to the engine, which accepts them as a sampler's."""
-        if self._now is None:
+        launched = self._now
+        if launched is None:
             drawn = self._rehearse(hidden, batch)
         else:
-            inputs, launched = self._now
-            rows, sent = self._rows(inputs, batch)
+            rows, sent = self._rows(launched.inputs, batch)
             self._is_awaited(batch, launched, len(rows), sent)
             drawn = self._hand_over(hidden, batch, launched, rows, sent)
         none = self._none[: batch.num_reqs]
@@ -233,7 +232,7 @@ class LastRows(NothingDrawn):
     def _rehearse(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
         """All rows, drawn on all ranks: what a warm-up has to compile."""
         logits = self.stage_logits.compute(hidden[batch.logits_indices])
-        if self._draw is not _never and logits is not None:
+        if self._device_sampler is not None and logits is not None:
             whole = self.stage_logits.whole(logits)
             if whole is not None:
                 self._drawn(whole, batch, slice(None))
@@ -256,7 +255,8 @@ class LastRows(NothingDrawn):
         tokens = self._no_tokens[: batch.num_reqs]
         if len(rows):
             launched.made = self._device.mark()
-            logits, chosen = self._logits(hidden, batch, rows, launched, alone=sent == len(rows))
+            alone = sent == len(rows)
+            logits, chosen = self._logits(hidden, batch, rows, launched.inputs, alone=alone)
             if logits is not None and sent < len(rows):
                 whole = self.stage_logits.whole(logits[sent:])
                 if whole is not None and self._reports:  # one rank says the tokens
@@ -268,18 +268,19 @@ class LastRows(NothingDrawn):
 
     def _drawn(self, logits: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
         """[n, 1], tokens of the requests in ``rows`` of ``batch``, of which these are the logits."""
-        positions = batch.positions[batch.logits_indices[rows]]
-        return self._draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
+        sampler, positions = self._device_sampler, batch.positions[batch.logits_indices[rows]]
+        assert sampler is not None, "samplers draw"
+        return sampler.draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
 
     def _logits(
-        self, hidden: torch.Tensor, batch: Any, rows: Rows, launched: Launched, *, alone: bool
+        self, hidden: torch.Tensor, batch: Any, rows: Rows, inputs: ModelInput, *, alone: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Logits of ``rows`` of those that the batch could have, and these on the device; None: all,
         in order. ``alone``: all go to the samplers."""
 
         def project(chosen: torch.Tensor) -> torch.Tensor | None:
-            into = self._ahead(launched.iteration, len(chosen), chosen) if alone else None
-            return self.projection.columns(launched, chosen, into)
+            into = self._ahead(inputs.logits_row, chosen) if alone else None
+            return self.projection.columns(inputs, chosen, into)
 
         if len(rows) == len(batch.logits_indices) and (rows[1:] > rows[:-1]).all():
             # Decoding alone, each row of the hidden states is one that samples. Not on a GPU: a
@@ -299,7 +300,8 @@ class LastRows(NothingDrawn):
         And how many of the former."""
         if (rows := inputs.logits_rows) is None:  # vLLM has prepared, and sorted
             rows = sampling_rows(inputs.output, batch)
-        if self._draw is _never or not (here := self._on_device[batch.idx_mapping_np[rows]]).any():
+        sampler = self._device_sampler
+        if sampler is None or not (here := sampler.plain[batch.idx_mapping_np[rows]]).any():
             return rows, len(rows)
         return np.concatenate((rows[~here], rows[here])), len(rows) - int(here.sum())
 
@@ -307,12 +309,6 @@ class LastRows(NothingDrawn):
 def sampling_rows(output: SchedulerOutput, batch: Any) -> Rows:
     """Rows of ``batch`` whose requests get a token, in the order of ``output``."""
     samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
-    place = {req_id: row for row, req_id in enumerate(batch.req_ids)}
-    scheduled = map(place.__getitem__, output.num_scheduled_tokens)
-    order = np.fromiter(scheduled, np.int64, len(place))
+    order = scheduling_order(batch.req_ids, output.num_scheduled_tokens)
     found: Rows = order[samples[order]]
     return found
-
-
-def _never(*_: Any) -> torch.Tensor:
-    raise AssertionError("samplers draw")

@@ -136,24 +136,19 @@ class LogitsHandover:
 
     def __init__(self, writer: LogitsWriter) -> None:
         self._writer = writer
-        self._rows: dict[int, int] = {}
 
     @property
     def buffer(self) -> memoryview:
         """All of the channel's memory."""
         return self._writer.buffer
 
-    def expect(self, iteration: int, row: int) -> None:
-        """Logits of ``iteration`` will come, and have the rows from ``row`` on."""
-        self._rows[iteration] = row
-
-    def ahead(self, iteration: int, rows: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Where to compute the iteration's logits [rows, V of this rank] from ``hidden``, so that
-        there is nothing to copy: its place, which is its own until it was drawn. None where those
-        columns do not lie together, or ``hidden`` is on another device."""
+    def ahead(self, row: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Where to compute the logits [n, V of this rank] of ``hidden`` [n, H], so that there is
+        nothing to copy: the rows from ``row`` on, which are the iteration's until it was drawn. None
+        where those columns do not lie together, or ``hidden`` is on another device."""
         if not hidden.is_cpu:
             return None
-        place = self.part(self._rows[iteration], rows)
+        place = self.part(row, len(hidden))
         return place if place.is_contiguous() else None
 
     def part(self, row: int, rows: int) -> torch.Tensor:
@@ -161,11 +156,10 @@ class LogitsHandover:
         return self._tensor(self._writer.part(row, rows))
 
     @contextmanager
-    def entry(self, iteration: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
-        """Where logits [rows, V of this rank] of ``iteration`` go; the samplers have them when the
-        block ends well. Raises ChannelTimeout: a late sampler still reads the entry after
-        ``timeout`` seconds."""
-        row = self._rows.pop(iteration)
+    def entry(self, iteration: int, row: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
+        """Where logits [rows, V of this rank] of ``iteration`` go, from ``row`` on; the samplers have
+        them when the block ends well. Raises StallError: a late sampler still reads the entry
+        after ``timeout`` seconds."""
         with self._writer.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
 

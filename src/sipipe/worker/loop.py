@@ -13,40 +13,26 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.cores import bind_threads
-from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.messages import calls
-from sipipe.messages.boots import WorkerBoot
-from sipipe.messages.link import LinkEndpoint
-from sipipe.observe.recorder import Recorder
 from sipipe.worker.links import Links
 from sipipe.worker.loaded_stage import LoadedStage
-from sipipe.worker.stage import ClosedStage, Report, Surroundings
+from sipipe.worker.stage import ClosedStage, Surroundings
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
 
 
 class StageLoop:
-    """One worker's stage, of what :class:`Surroundings` has. ``sockets``: of the links from the
-    previous stage and to the next one, as far as there are any."""
+    """One worker's stage, of what is ``around``. ``sockets``: of the links from the previous stage
+    and to the next one, as far as there are any."""
 
-    def __init__(
-        self,
-        boot: WorkerBoot,
-        wrapper: Any,
-        sockets: Sequence[socket.socket],
-        report: Report,
-        recorder: Recorder,
-        fail: Callable[[Exception], None],
-    ) -> None:
-        self._around = Surroundings(
-            boot=boot, wrapper=wrapper, report=report, recorder=recorder, fail=fail
-        )
+    def __init__(self, around: Surroundings, sockets: Sequence[socket.socket]) -> None:
+        self._around = around
         self._sockets = list(sockets)
-        self._links = Links(boot.place)
-        self._loaded = LoadedStage(self._around)
+        self._links = Links(around.boot.place)
+        self._loaded = LoadedStage(around)
         self.stage = ClosedStage()
-        wrapper.worker.reserved = self._loaded.device_bytes()
+        around.worker.reserved = self._loaded.device_bytes()
 
     # ---- control calls --------------------------------------------------------------------------
 
@@ -59,30 +45,24 @@ class StageLoop:
                 return self._loaded.time_parts(sequences)
             case calls.TakeProjection(offers=offers, bounds=bounds):
                 return self._loaded.sharing.take(offers, bounds)
-            case calls.OpenChannels(links=links, logits=logits, finals=finals):
-                return self.open(links=links, logits=logits, finals=finals)
+            case calls.OpenChannels():
+                return self.open(request)
             case calls.Measure(sequences=sequences):
                 return self._loaded.measure(sequences)
             case calls.Settle(draws=draws):
                 return self._settle(draws)
         raise AssertionError(f"nobody answers {request}")
 
-    def open(
-        self,
-        *,
-        links: Sequence[LinkEndpoint],
-        logits: LogitsEndpoint | None,
-        finals: Sequence[LinkEndpoint] = (),
-    ) -> None:
-        """What :class:`.calls.OpenChannels` asks."""
+    def open(self, request: calls.OpenChannels) -> None:
+        """Open the links and, where samplers draw, what has to do with BIC-L."""
         around = self._around
         if around.boot.cpus:  # not before: compilers and warm-up may take all cores
             bind_threads(around.boot.cpus)
-        self._links = Links.open(around.boot.place, links, self._sockets, around.fail)
-        if logits is None:
+        self._links = Links.open(around.boot.place, request.links, self._sockets, around.fail)
+        if request.logits is None:
             self._loaded.draw_here()
         else:
-            self._loaded.open(logits, finals, self._sockets)
+            self._loaded.open(request.logits, request.finals, self._sockets)
         if not around.boot.measures:
             self.stage = self._loaded.begin(self._links)
 
@@ -106,9 +86,7 @@ class StageLoop:
     ) -> None:
         """Prepare an iteration of BIC-I for the device thread."""
         assert self.stage.double_buffer is not None, "an iteration before the data plane was open"
-        if row >= 0:
-            self.stage.expect(iteration, row)
-        self.stage.double_buffer.prepare(iteration, slot, output, rows)
+        self.stage.double_buffer.prepare(iteration, slot, output, row, rows)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns or raises, when no iteration is in the worker; in the device

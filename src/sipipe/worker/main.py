@@ -157,11 +157,18 @@ class Main:
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
         from sipipe.worker.loop import StageLoop
+        from sipipe.worker.stage import Surroundings
 
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
-        fail = partial(_say_failure, self._parent)
-        self._loop = StageLoop(boot, wrapper, self._sockets, self._parent.say, self._recorder, fail)
+        around = Surroundings(
+            boot=boot,
+            wrapper=wrapper,
+            report=self._parent.say,
+            recorder=self._recorder,
+            fail=partial(_say_failure, self._parent),
+        )
+        self._loop = StageLoop(around, self._sockets)
         if boot.of_main_thread:
             end_with_parent_thread()
         self._call = ""

@@ -19,17 +19,21 @@ import torch
 from sipipe.ipc.link.sender import Sender
 from sipipe.observe.phases import Phase
 from sipipe.worker.device_thread import Launched
+from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import StageLogits
 from sipipe.worker.projection_rows import ProjectionShard
 
-Record = Callable[[Phase, Launched, int, int], None]
+Record = Callable[[Phase, ModelInput, int, int], None]
 """Takes a phase, its iteration, when it began and when it ended."""
 KEY = "hidden_states"
 """Of final hidden states on their links."""
 
 
 class Projection:
-    """There is none here: every stage but the last, where it is not shared out."""
+    """Not shared out: the last stage has all of it, ``stage_logits``, other stages nothing."""
+
+    def __init__(self, stage_logits: StageLogits | None = None) -> None:
+        self._stage_logits = stage_logits
 
     def passing(self) -> AbstractContextManager[object]:
         """Held while a forward pass is launched."""
@@ -41,13 +45,14 @@ class Projection:
 
     def columns(
         self,
-        launched: Launched,  # noqa: ARG002
-        rows: torch.Tensor,  # noqa: ARG002
-        into: torch.Tensor | None,  # noqa: ARG002
+        inputs: ModelInput,  # noqa: ARG002
+        rows: torch.Tensor,
+        into: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Last stage: this rank's columns of the logits of final hidden states [n, H]; in ``into``
         as :meth:`StageLogits.compute` has it. None on a rank that writes none."""
-        raise AssertionError("only the last stage has final hidden states")
+        assert self._stage_logits is not None, "only the last stage has final hidden states"
+        return self._stage_logits.compute(rows, into)
 
     def put(self, launched: Launched) -> None:
         """An iteration has been launched."""
@@ -64,21 +69,6 @@ class Projection:
 
 
 @dataclass
-class WholeProjection(Projection):
-    """The last stage has all of it."""
-
-    _stage_logits: StageLogits
-
-    def columns(
-        self,
-        launched: Launched,  # noqa: ARG002
-        rows: torch.Tensor,
-        into: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        return self._stage_logits.compute(rows, into)
-
-
-@dataclass
 class SharedProjection(Projection):
     """The last stage's part, where it is shared out."""
 
@@ -88,13 +78,13 @@ class SharedProjection(Projection):
     _record: Record
 
     def columns(
-        self, launched: Launched, rows: torch.Tensor, into: torch.Tensor | None
+        self, inputs: ModelInput, rows: torch.Tensor, into: torch.Tensor | None
     ) -> torch.Tensor | None:
         began = time.monotonic_ns()
         for sender in self._senders:
             # wait: stall_timeout; a stage that is m products behind, or its end
-            sender.send(launched.iteration, len(rows), {KEY: rows})
-        self._record(Phase.SEND, launched, began, time.monotonic_ns())
+            sender.send(inputs.iteration, len(rows), {KEY: rows})
+        self._record(Phase.SEND, inputs, began, time.monotonic_ns())
         return self._shard.whole(rows, into)
 
     def close(self) -> None:

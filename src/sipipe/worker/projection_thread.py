@@ -72,20 +72,21 @@ class ProjectionThread(DeviceThread, Projection):
 
     @torch.inference_mode()
     def _do(self, launched: Launched) -> None:
-        device, iteration, count = self._device, launched.iteration, launched.samples
+        device, inputs = self._device, launched.inputs
+        iteration, row, count = inputs.iteration, inputs.logits_row, inputs.samples
         self._doing = f"waits for the final hidden states of iteration {iteration}"
         rows = self._receiver.take(iteration, count)[KEY]
         with self._turn:
             first = device.mark()
-            logits = self._shard.whole(rows, self._logits.ahead(iteration, count, rows))
+            logits = self._shard.whole(rows, self._logits.ahead(row, rows))
         last = device.mark()
         self._receiver.release(iteration)
         self._doing = f"waits for a free place for its columns of iteration {iteration}"
-        with self._logits.entry(iteration, count, self._stall_timeout) as target:
+        with self._logits.entry(iteration, row, count, self._stall_timeout) as target:
             copied = device.fetch(logits, target, last)
             self._doing = f"computes its columns of iteration {iteration} on the device"
             ran = device.wait(last)
-            self._record(Phase.LOGITS, launched, ran - device.nanoseconds(first, last), ran)
+            self._record(Phase.LOGITS, inputs, ran - device.nanoseconds(first, last), ran)
             # Not a phase of the stage: its device goes on meanwhile.
             device.wait(copied)
 
@@ -95,9 +96,6 @@ class ProjectionThread(DeviceThread, Projection):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A product may be done meanwhile."""
-        if isinstance(self._turn, nullcontext):
-            yield
-            return
         self._turn.__exit__(None, None, None)
         try:
             yield
@@ -105,7 +103,7 @@ class ProjectionThread(DeviceThread, Projection):
             self._turn.__enter__()
 
     def put(self, launched: Launched) -> None:
-        if launched.samples:
+        if launched.inputs.samples:
             super().put(launched)
 
     def close(self) -> None:

@@ -47,16 +47,16 @@ class Publisher(DeviceThread):
         super().__init__(device, "SiPipePublisher", fail=fail, stall_timeout=stall_timeout)
 
     def _do(self, launched: Launched) -> None:
-        device, name = self._device, f"iteration {launched.iteration}"
+        device, inputs = self._device, launched.inputs
+        name = f"iteration {inputs.iteration}"
         with ExitStack() as entry:
             copied = None
             if launched.logits is not None:
                 assert self._logits is not None
                 self._doing = f"waits for a free place for the logits of {name}"
                 rows = launched.logits.shape[0]
-                target = entry.enter_context(
-                    self._logits.entry(launched.iteration, rows, self._stall_timeout)
-                )
+                where = inputs.iteration, inputs.logits_row, rows
+                target = entry.enter_context(self._logits.entry(*where, self._stall_timeout))
                 copied = device.fetch(launched.logits, target, launched.last)
             self._doing = f"runs {name} on the device"
             ran = device.wait(launched.last)
@@ -64,9 +64,9 @@ class Publisher(DeviceThread):
             made = ran
             if launched.made is not None:
                 made -= device.nanoseconds(launched.made, launched.last)
-            self._record(Phase.FORWARD, launched, ran - took, made)
+            self._record(Phase.FORWARD, inputs, ran - took, made)
             if made < ran:
-                self._record(Phase.LOGITS, launched, made, ran)
+                self._record(Phase.LOGITS, inputs, made, ran)
             if copied is not None:
                 self._doing = f"hands over the logits of {name}"
                 # Not a phase of the stage: its device runs the next iteration meanwhile.
@@ -76,12 +76,12 @@ class Publisher(DeviceThread):
             # Waits for vLLM's copies to the host, which have a stream of their own.
             found = launched.output.get_output()
             if launched.whole:
-                self._report(IterationReport(iteration=launched.iteration, output=found))
+                self._report(IterationReport(iteration=inputs.iteration, output=found))
                 return
             tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
             asked = {r: t for r, t in found.prompt_logprobs_dict.items() if t is not None}
             report = IterationReport(
-                iteration=launched.iteration,
+                iteration=inputs.iteration,
                 prompt_logprobs=asked,
                 prompt_scores=found.prompt_token_id_logprobs_dict,
                 tokens=tokens,

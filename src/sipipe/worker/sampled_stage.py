@@ -40,7 +40,7 @@ def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
         return lambda _: None
     rank = around.boot.place.rank
     return lambda launched: around.report(
-        KVReport(iteration=launched.iteration, rank=rank, output=launched.kv)
+        KVReport(iteration=launched.inputs.iteration, rank=rank, output=launched.kv)
     )
 
 
@@ -63,16 +63,14 @@ class SampledStage(ClosedStage):
         logits: LogitsHandover | None,
     ) -> None:
         self._around, self._links = around, links
-        self._iteration = self._tokens = 0
-        """Of the step that vLLM's worker runs."""
         boot, runner = around.boot, around.runner
         group: Any = get_pp_group()
         group.receive, group.send = self._receive, self._send
         bound = boot.config.stall_timeout
         self._device, self._draws, self._projection = device, draws, projection
-        self._expect = super().expect if logits is None else logits.expect
         draws.open(projection, logits)
-        self._launched = Launched(iteration=-1, slot=0, num_reqs=0, num_tokens=0)
+        nothing = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
+        self._launched = Launched(inputs=nothing)
         """The iteration that is being launched, or was last."""
         told: dict[str, Any] = {"report": around.report, "record": around.record}
         told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
@@ -99,35 +97,30 @@ class SampledStage(ClosedStage):
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
         self._draws.restrict(iteration, output)
 
-    def expect(self, iteration: int, row: int) -> None:
-        self._expect(iteration, row)
-
     def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput, samples: int
+        self,
+        iteration: int,
+        slot: int,
+        buffer_set: int,
+        output: SchedulerOutput,
+        row: int,
+        rows: int,
     ) -> ModelInput:
-        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; ``samples``: rows
-        of logits that samplers get."""
+        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; samplers get
+        ``rows`` of BIC-L from ``row`` on."""
         began = time.monotonic_ns()
         inputs = self._preparation.prepare(iteration, slot, buffer_set, output)
-        inputs.samples = samples
+        inputs.logits_row, inputs.samples = row, rows
         self._around.record(Phase.PREPARE, inputs, began)
         return inputs
 
     def run(self, inputs: ModelInput) -> None:
         """Device thread: launch the iteration; returns before the device has run it, for which
         :meth:`prepare` of the same set waits."""
-        self._iteration, self._tokens = inputs.iteration, inputs.num_tokens
         with self._projection.passing():
-            launched = self._launched = Launched(
-                iteration=inputs.iteration,
-                slot=inputs.slot,
-                num_reqs=inputs.num_reqs,
-                num_tokens=inputs.num_tokens,
-                samples=inputs.samples,
-                first=self._device.mark(),
-            )
+            launched = self._launched = Launched(inputs=inputs, first=self._device.mark())
             self._preparation.begin(inputs)
-            self._draws.begin(inputs, launched)
+            self._draws.begin(launched)
             output = self._around.wrapper.execute_model(inputs.output)
             if inputs.num_tokens:
                 launched.output = self._draws.finish(self._around.worker, inputs, output)
@@ -142,28 +135,30 @@ class SampledStage(ClosedStage):
 
     def _receive(self) -> dict[str, torch.Tensor]:
         """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
-        began, name = time.monotonic_ns(), f"iteration {self._iteration}"
+        began, inputs = time.monotonic_ns(), self._launched.inputs
+        name, count = f"iteration {inputs.iteration}", inputs.num_tokens
         self.double_buffer.running = f"waits for hidden states of {name}"
         with self._projection.waiting():
             kept: dict[str, torch.Tensor] = self._around.runner.intermediate_tensors.tensors
-            tensors = self._links.take(self._iteration, self._tokens, kept)
+            tensors = self._links.take(inputs.iteration, count, kept)
             for key, tensor in tensors.items():
                 if tensor.data_ptr() != kept[key].data_ptr():  # else it came in pieces
-                    kept[key][: self._tokens].copy_(tensor)
-            self._links.release(self._iteration)
+                    kept[key][:count].copy_(tensor)
+            self._links.release(inputs.iteration)
         self.double_buffer.running = f"runs {name}"
-        self._around.record(Phase.WAIT_HIDDEN, self._launched, began)
+        self._around.record(Phase.WAIT_HIDDEN, inputs, began)
         self._launched.first = self._device.mark()
         return kept
 
     def _send(self, tensors: Any) -> Callable[[], None]:
         """Without the rows with which the runner has padded the batch."""
-        began = time.monotonic_ns()
-        self.double_buffer.running = f"hands over iteration {self._iteration}"
-        rows = {key: tensor[: self._tokens] for key, tensor in tensors.items()}
+        began, inputs = time.monotonic_ns(), self._launched.inputs
+        iteration, count = inputs.iteration, inputs.num_tokens
+        self.double_buffer.running = f"hands over iteration {iteration}"
+        rows = {key: tensor[:count] for key, tensor in tensors.items()}
         # wait: `stall_timeout`; the next stage, which gives buffers back, or its end
-        self._links.send(self._iteration, self._tokens, rows)
-        self._around.record(Phase.SEND, self._launched, began)
+        self._links.send(iteration, count, rows)
+        self._around.record(Phase.SEND, inputs, began)
         return self._links.wait_sent
 
     def drain(self) -> None:

@@ -18,7 +18,6 @@ from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
-from sipipe.worker.device_thread import Launched
 from sipipe.worker.inputs.model_input import ModelInput
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ class Surroundings:
         place = self.boot.place
         return place.is_last and place.tp_rank == 0
 
-    def record(
-        self, phase: Phase, inputs: ModelInput | Launched, began: int, ended: int = 0
-    ) -> None:
+    def record(self, phase: Phase, inputs: ModelInput, began: int, ended: int = 0) -> None:
         """A phase that began at ``began`` (``time.monotonic_ns()``) and ends then, or now."""
         self.recorder.record(
             phase,
@@ -74,9 +71,6 @@ class ClosedStage:
 
     double_buffer: DoubleBuffer | None = None
     """What the process's main thread runs; None: it follows BIC-I itself."""
-
-    def expect(self, iteration: int, row: int) -> None:
-        """The iteration's logits will have the rows of BIC-L from ``row`` on."""
 
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
         """What the next token of some requests of ``iteration`` may be."""

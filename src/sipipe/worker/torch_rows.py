@@ -42,10 +42,10 @@ class TorchRows(WholeBatch):
         self._inputs = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
         runner.sampler, runner.sample = StandInSampler(), self._sample
 
-    def begin(self, inputs: ModelInput, launched: Launched) -> None:
-        super().begin(inputs, launched)
-        self._inputs = inputs
-        self._follow(inputs.output)
+    def begin(self, launched: Launched) -> None:
+        super().begin(launched)
+        self._inputs = launched.inputs
+        self._follow(self._inputs.output)
 
     @torch.inference_mode()
     def _follow(self, output: SchedulerOutput) -> None:

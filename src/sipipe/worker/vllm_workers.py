@@ -1,9 +1,7 @@
 """SiPipe's worker classes: vLLM's own, in a world of their stage.
 
 They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in what
-stands for parts of its second runner (:mod:`sipipe.worker.draws`). And in one repair: the CPU worker
-skips its warm-up in eager mode, and with it the allocation of the buffer that receives hidden states,
-which makes stock ``--enforce-eager`` with pipeline stages fail at the first step.
+stands for parts of its second runner (:mod:`sipipe.worker.draws`).
 """
 
 from __future__ import annotations
@@ -143,10 +141,3 @@ if current_platform.is_cpu():
         def load_model(self, *args: Any, **kwargs: Any) -> None:
             use_compiled(self.vllm_config)
             super().load_model(*args, **kwargs)
-            runner = self.model_runner
-            if self.place is not None and not self.place.is_first:
-                runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                    batch_size=self.scheduler_config.max_num_batched_tokens,
-                    dtype=self.model_config.dtype,
-                    device=torch.device("cpu"),
-                )

@@ -81,6 +81,17 @@ def test_a_row_costs_its_share_of_the_period():
     assert ConcurrencyController(stages=2, slots=3).price(1) is None
 
 
+def test_prices_follow_after_any_number_of_batches():
+    controller = ConcurrencyController(stages=1, slots=2)
+    for i in range(9000):  # one a poll, after which the weight of all is the same at each fit
+        taken(controller, 1 + i % 8, [5e-3 + 1e-3 * (i % 8)], 1e-3)
+        controller.prices()
+    for i in range(1200):
+        taken(controller, 1 + i % 8, [10e-3 + 2e-3 * (i % 8)], 1e-3)
+        found = controller.prices()
+    assert found.row == pytest.approx(2e-3, rel=0.05)
+
+
 def test_rows_within_a_time():
     controller = told([(8e-3, 1e-3), (8e-3, 1e-3)])
     assert controller.within(21e-3, 50) == 2

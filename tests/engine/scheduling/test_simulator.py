@@ -47,7 +47,7 @@ def test_one_request_takes_stages_times_cost_for_each_token():
     assert outcome.tpot[0] == pytest.approx(3 * (0.010 + 0.001), abs=2e-3)
 
 
-@pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [2, *(pytest.param(p, marks=pytest.mark.slow) for p in (4, 8))])
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
 @pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):

@@ -25,8 +25,8 @@ from tests.engine.forks import Forked
 from tests.ipc.link import dying_stage
 from tests.ipc.link.dying_stage import hidden
 
+from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # of a machine at its worst; a death is noticed at once

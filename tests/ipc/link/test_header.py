@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 import torch
 
+from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.messages.link import LinkEndpoint
 
 ENDPOINT = LinkEndpoint(kind="shm", buffer_tokens=8, name="stage0-1.r0", stall_timeout=5.0)

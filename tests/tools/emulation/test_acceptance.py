@@ -23,7 +23,7 @@ def test_drafts_are_right_as_often_as_was_asked_for(acceptance):
     device.fetch(torch.empty(3000, 8, device="meta"), places, 0)
     tokens = places.argmax(1).to(torch.int32).numpy()
     drafts = NGrams(
-        NGramSettings(num_speculative_tokens=1, prompt_lookup_max=4, prompt_lookup_min=2)
+        NGramSettings(num_speculative_tokens=1, prompt_lookup_max=4, prompt_lookup_min=2), 3000
     )
     drafts.join(0, tokens[:50], tokens[:0])
     handle, row, right = np.zeros(1, np.int32), np.zeros(1, np.int32), []

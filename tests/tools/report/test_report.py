@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
+import subprocess
 import zlib
 from dataclasses import replace
+from importlib.resources import files
 
 import msgspec
 import numpy as np
@@ -23,7 +26,7 @@ from sipipe.tools.report.accounting import SEGMENT, Cause
 from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
-from sipipe.tools.report.render import render
+from sipipe.tools.report.render import page_data, render
 from sipipe.tools.report.statistics import busiest, utilization
 from sipipe.tools.report.summary import Run
 
@@ -231,8 +234,8 @@ def test_wrong_bytes_anywhere_cost_neither_memory_nor_the_report(small, wrong):
 
     run = Run(damaged(small, change))
     assert len(render([run])) < small[1] + 20_000
-    for stage in run.account.stages:
-        assert sum(stage.by_cause) == run.account.wall_ns
+    for stage in run.account:
+        assert sum(stage.by_cause) == run.wall_ns
     assert run.summary
 
 
@@ -248,7 +251,7 @@ def test_a_trace_whose_files_were_begun_anew_is_the_same_report(small, tmp_path)
     whole, parts = Run(read_trace(base)), Run(read_trace(tmp_path))
     assert parts.summary | {"directory": ""} == whole.summary | {"directory": ""}
     assert write_perfetto(parts, tmp_path / "p.json") == write_perfetto(whole, tmp_path / "w.json")
-    for one, other in zip(whole.account.stages, parts.account.stages, strict=True):
+    for one, other in zip(whole.account, parts.account, strict=True):
         assert one.by_cause == other.by_cause
 
 
@@ -269,7 +272,7 @@ def test_tpot_is_a_slots_step_and_pauses_are_left_out(runs):
     assert np.median(run.tpot_ms) == pytest.approx(3 * np.median(run.iteration_ms), rel=0.1)
     trace = run.trace
     paused = Run(pause(trace, 10**10))  # ten seconds without a request
-    assert paused.account.wall_ns > run.account.wall_ns + 9 * 10**9
+    assert paused.wall_ns > run.wall_ns + 9 * 10**9
     assert paused.tpot_ms.max() < 2 * run.tpot_ms.max()
     assert paused.summary["share"]["unscheduled"] > 0.5
 
@@ -293,7 +296,7 @@ def test_an_idle_night_changes_no_figure_and_is_not_where_the_page_opens(runs):
         assert after["share"][kind] == pytest.approx(before["share"][kind], abs=0.02)
     assert after["tokens_per_s"] == pytest.approx(before["tokens_per_s"], rel=0.02)
     first, last = idle.busiest()
-    ends = idle.account.stages[0].segments
+    ends = idle.account[0].segments
     seen = ends[(ends["end_ns"] > idle.window[0] + first * 1e9)
                 & (ends["start_ns"] < idle.window[0] + last * 1e9)]  # fmt: skip
     assert Cause.IDLE not in seen["cause"]
@@ -308,6 +311,24 @@ def test_the_page_opens_where_the_devices_are_busiest():
     assert busiest(trace, trace.window(), 100) == 50_000
     assert busiest(trace, trace.window(), 50) in range(50_000, 50_051)
     assert busiest(trace, trace.window(), 59_008) == 0
+
+
+def test_the_longest_bubbles_are_of_every_cause_but_pauses(runs):
+    """The page's own script: a bubble of each cause, of 1, 2, … seconds, and one that ends nothing."""
+    if shutil.which("node") is None:
+        pytest.skip("needs Node (node)")
+    count = len(Cause)
+    lane = {"kind": "device", "count": count + 1, "what": [*range(count), Cause.PREPARING]}
+    lane |= {"iteration": [0] * count + [-1], "start": [0] * (count + 1)}
+    lane["end"] = [*range(1, count + 2)]
+    data = page_data(runs[:1]) | {"runs": [{"lanes": [lane]}]}
+    told = "console.log(JSON.stringify(findLongest(99).map((b) => data.causes[b.lane.what[b.i]])))"
+    tables = (files("sipipe.tools.report") / "page/tables.js").read_text()
+    script = f"const data = {json.dumps(data)};\n{tables}\n{told}"
+    found = subprocess.run(["node", "-e", script], capture_output=True, timeout=60, check=True)
+    pauses = (Cause.BUSY, Cause.NOTHING, Cause.IDLE)
+    bubbles = [cause.name.lower() for cause in reversed(Cause) if cause not in pauses]
+    assert json.loads(found.stdout) == bubbles
 
 
 @pytest.fixture(scope="module")
@@ -340,10 +361,10 @@ def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
              for (let i = 0; i < l.count; i++) sums[l.what[i]] += l.end[i] - l.start[i];
              return sums; })"""
     )
-    for stage, sums in zip(runs[0].account.stages, totals, strict=True):
+    for stage, sums in zip(runs[0].account, totals, strict=True):
         assert sums == pytest.approx([ns / 1e9 for ns in stage.by_cause], abs=2e-4)
     total = browser.run("sipipe.view().total")
-    assert total == pytest.approx(max(r.account.wall_ns for r in runs) / 1e9)
+    assert total == pytest.approx(max(r.wall_ns for r in runs) / 1e9)
 
     first = browser.run("sipipe.view()")
     assert first["to"] - first["from"] < total / 5  # a dozen iterations at first
@@ -414,7 +435,7 @@ def test_browser_shows_what_follows_a_quiet_night_where_it_was(browser, runs, tm
     browser.events.clear()
     browser.size(1280, 900)
     browser.open(file)
-    for index, stage in enumerate(run.account.stages):
+    for index, stage in enumerate(run.account):
         want = (stage.segments["start_ns"] - run.window[0]) / 1e9
         shown = browser.run(
             f"Array.from(sipipe.lanes()[0].filter(l => l.name === 'device')[{index}].start)"
@@ -441,7 +462,7 @@ def test_browser_opens_a_hundred_thousand_iterations(browser, tmp_path):
     counts = browser.run("sipipe.lanes()[0].map(l => l.count)")
     assert sum(counts) > 3_000_000
     # Every level of detail draws: whole run, by bins, by intervals, single boxes.
-    for span in (run.account.wall_ns / 1e9, 300, 20, 1, 0.1):
+    for span in (run.wall_ns / 1e9, 300, 20, 1, 0.1):
         browser.run(f"sipipe.zoom(100, {100 + span})")
         browser.settle()
     assert browser.problems() == []

@@ -118,6 +118,7 @@ def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:
     model = vllm_config.model_config
     try:
         fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
+        fields["dtype"] = str(model.dtype).removeprefix("torch.")  # which vLLM decides
         facts = facts_from_config(fields, name=str(model.model))
     except (ConfigError, UnsupportedError, TypeError) as error:  # TypeError: a field is no JSON
         logger.info("The model's weights are not known: %s", error)

@@ -96,7 +96,8 @@ def _tokens(facts: ModelFacts, layers: tuple[int, ...], t: int, memory: float) -
     for stage in {0, len(layers) - 1}:
         weights[stage] += facts.embedding_parameters * facts.activation_bytes
     left = zip(layers, weights, strict=True)
-    return max(0.0, min((memory - size / t) / count for count, size in left))
+    each = [(memory - size / t) / count for count, size in left if count]
+    return max(0.0, min(each))
 
 
 def share_projection(

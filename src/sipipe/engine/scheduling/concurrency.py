@@ -64,7 +64,7 @@ class ConcurrencyController:
         self.times = BatchTimes([self.first] * stages + [_LEVEL] * (2 * stages + 1))
         """Of each stage; of each stage for decodes alone, and of that the output projection and the
         logits' hand-over; sampling and scheduling between the last stage and the first."""
-        self._prices, self._priced = self.first, 0.0
+        self._prices, self._priced = self.first, 0
         self.stages = stages
         self.unseen = 0.0
         """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
@@ -83,9 +83,8 @@ class ConcurrencyController:
         The stage that is slowest for a decoding batch and for a prompt's chunk may differ: that of
         a chunk counts.
         """
-        weight = self.times.weight[0]
-        if weight != self._priced:
-            self._priced = weight
+        if self.times.fits != self._priced:
+            self._priced = self.times.fits
             found = [self.times.prices(i) for i in range(self.stages)]
             sure = all(self.times.sure(i) for i in range(self.stages))
             chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)

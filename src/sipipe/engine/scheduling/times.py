@@ -120,6 +120,8 @@ class BatchTimes:
         self._weight, self._seen, self._error = np.zeros((3, len(first)))
         self.sloped = np.zeros(len(first), np.bool_)
         """Of each process: whether batches have differed in size enough to tell a row's part."""
+        self.fits = 0
+        """How many times prices have been fitted."""
         self._new: list[tuple[Sequence[Load], Sequence[float]]] = []
 
     @property
@@ -194,4 +196,4 @@ class BatchTimes:
             gram[negative[:, :, None] | negative[:, None, :]] = 0.0
             np.einsum("pii->pi", gram)[negative] = 1.0
             moment[negative] = 0.0
-        self._prices = np.maximum(found, 0.0)
+        self._prices, self.fits = np.maximum(found, 0.0), self.fits + 1

@@ -29,9 +29,9 @@ import msgspec
 import torch
 
 from sipipe.errors import StallError
+from sipipe.ipc.errors import LinkClosedError, PeerDiedError
 from sipipe.ipc.link.buffers import Buffers
 from sipipe.ipc.link.cuda_device import CudaDevice
-from sipipe.ipc.link.errors import LinkClosedError, PeerDiedError
 from sipipe.ipc.link.header import Header, pack
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import MEMORY, ShmReceiving, ShmSending
@@ -61,8 +61,8 @@ class CudaIpcSending(ShmSending):
         self._closed = False
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
-        for index, (key, part) in enumerate(zip(schema.keys, parts, strict=True)):
-            self._device.check(key, part, self._endpoint.describe())
+        for index, (spec, part) in enumerate(zip(schema.specs, parts, strict=True)):
+            self._device.check(spec.key, part, self._endpoint.describe())
             parts[index] = part.contiguous()
         return self._device.now().record_event()
 

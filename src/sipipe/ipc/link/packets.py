@@ -5,7 +5,7 @@ import os
 import select
 import socket
 
-from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.ipc.errors import PeerDiedError
 
 
 class PacketConnection:

@@ -44,7 +44,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     key: str
     dtype: str
     """torch's own name without the module, such as ``"bfloat16"``."""
-    itemsize: int
     shape: tuple[int, ...]
     """Dimensions, :data:`TOKENS` where the number of tokens stands (at most once)."""
 
@@ -72,7 +71,7 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
             if num_tokens in sizes:
                 sizes[sizes.index(num_tokens)] = TOKENS
             dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(key, dtype, tensor.element_size(), tuple(sizes)))
+            specs.append(TensorSpec(key, dtype, tuple(sizes)))
         return cls(tuple(specs))
 
     def parts(
@@ -88,11 +87,6 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 return None
             parts.append(tensor)
         return parts
-
-    @functools.cached_property
-    def keys(self) -> tuple[str, ...]:
-        """The keys, in order."""
-        return tuple(spec.key for spec in self.specs)
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -112,8 +106,9 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
             expected, sizes = [], []
             for spec in self.specs:
                 shape = tuple(num_tokens if size == TOKENS else size for size in spec.shape)
-                expected.append((spec.key, getattr(torch, spec.dtype), shape))
-                sizes.append(math.prod(shape) * spec.itemsize)
+                dtype = getattr(torch, spec.dtype)
+                expected.append((spec.key, dtype, shape))
+                sizes.append(math.prod(shape) * dtype.itemsize)
             frame = self._shapes[num_tokens] = FrameShape(tuple(sizes), sum(sizes), tuple(expected))
         return frame
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sipipe.errors import SiPipeError, StallError
-from sipipe.ipc.link.errors import LinkClosedError
+from sipipe.ipc.errors import LinkClosedError
 from sipipe.ipc.link.header import Header, Kind
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import ShmSending

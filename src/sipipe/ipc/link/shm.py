@@ -26,8 +26,8 @@ import msgspec
 import torch
 
 from sipipe.errors import ResourceError, UnsupportedError
+from sipipe.ipc.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.ipc.link.header import HEADER_BYTES, Header, Kind, pack, unpack
 from sipipe.ipc.link.packets import PacketConnection
 from sipipe.ipc.link.schema import TensorSchema
@@ -82,10 +82,10 @@ class ShmSending:
         return None
 
     def _after_kernels(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
-        for key, part in zip(schema.keys, parts, strict=True):
+        for spec, part in zip(schema.specs, parts, strict=True):
             if part.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(
-                    f"{self._endpoint.describe()} carries CPU and CUDA tensors and {key!r} is on "
+                    f"{self._endpoint.describe()} carries CPU and CUDA tensors and {spec.key!r} is on "
                     f"{part.device}"
                 )
         event = torch.cuda.Event(blocking=True)  # waiting for it does not spin

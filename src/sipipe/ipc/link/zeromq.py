@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from sipipe.ipc.connection import Connection
+from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.frames import Place
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.link.header import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending, until_reached

@@ -15,10 +15,10 @@ An entry's header words: sequence, offset of this piece, its bytes, parts, bytes
 """
 
 import threading
+import time
 from collections.abc import Sequence
 
 from sipipe.ipc.errors import ChannelClosed
-from sipipe.ipc.locks import deadline_after, remaining
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
 from sipipe.ipc.ring.message import Message, Part, lay_out, measure, parts_in
 from sipipe.ipc.ring.reader import RingReader
@@ -44,20 +44,17 @@ class DispatchProducer:
         Raises ResourceError: not enough memory.
         """
         self._ring = Ring.create(name, Layout(entries, entry_bytes), readers)
+        self.endpoint = self._ring.endpoint
+        """What a reader needs to open the channel, while this process lives."""
         self._writer = RingWriter(self._ring)
         # wait: held for a publish, at most its bound; its end
         self._turns = threading.Lock()  # a new reader's first message is known only between two
         self._sequence = 0
         self._closed = False
 
-    @property
-    def endpoint(self) -> RingEndpoint:
-        """What a reader needs to open the channel, while this process lives."""
-        return self._ring.endpoint
-
-    def publish(self, parts: Sequence[Part], timeout: float | None = None) -> int:
+    def publish(self, parts: Sequence[Part], timeout: float = 60.0) -> int:
         """Send one message to every reader; returns its sequence number, counted from 0. Raises
-        ChannelTimeout: a late reader still holds the entry after ``timeout`` seconds: nothing was
+        StallError: a late reader still holds the entry after ``timeout`` seconds: nothing was
         published. ChannelClosed: this producer is closed."""
         with self._turns:
             if self._closed:
@@ -66,7 +63,7 @@ class DispatchProducer:
             views, total = measure(parts)
             writer = self._writer
             if total > self._ring.layout.entry_bytes:
-                self._publish_cut(sequence, views, total, deadline_after(timeout))
+                self._publish_cut(sequence, views, total, timeout)
             else:
                 lay_out(writer.reserve(timeout), views)
                 writer.publish((sequence, 0, total, len(views), total))
@@ -77,13 +74,14 @@ class DispatchProducer:
             return sequence
 
     def _publish_cut(
-        self, sequence: int, views: Sequence[Part], total: int, deadline: float | None
+        self, sequence: int, views: Sequence[Part], total: int, timeout: float
     ) -> None:
+        deadline = time.monotonic() + timeout
         source = memoryview(bytearray(total))
         lay_out(source, views)
         for offset in range(0, total, self._ring.layout.entry_bytes):
             piece = source[offset : offset + self._ring.layout.entry_bytes]
-            self._writer.reserve(remaining(deadline))[: len(piece)] = piece
+            self._writer.reserve(timeout, deadline)[: len(piece)] = piece
             self._writer.publish((sequence, offset, len(piece), len(views), total))
 
     def add_reader(self, name: str) -> None:
@@ -109,7 +107,7 @@ class DispatchReader:
     """One named reader of a dispatch channel. Not for two threads at once."""
 
     def __init__(self, endpoint: RingEndpoint, name: str) -> None:
-        """Attach as the declared reader ``name``. Raises ChannelPeerDied: the producer is gone.
+        """Attach as the declared reader ``name``. Raises PeerDiedError: the producer is gone.
         ChannelError: ``name`` is not declared, or somebody else has attached as it."""
         self._ring = RingReader(Ring.attach(endpoint), name)
         self._partial = bytearray()
@@ -117,7 +115,7 @@ class DispatchReader:
 
     def receive(self) -> Message:
         """Wait for the next message, asleep and without a bound; use it in a ``with`` statement.
-        Raises ChannelClosed: the producer closed. ChannelPeerDied: the producer died."""
+        Raises ChannelClosed: the producer closed. PeerDiedError: the producer died."""
         ring = self._ring
         _, sequence, offset, size, count, total = ring.receive()
         view = ring.view

@@ -5,8 +5,7 @@
     │ 0  identity (2 words)        │  creator, once
     │ 2  closed, readers' version  │  owner
     ├──────────────────────────────┤
-    │ writer r: attached, closed,  │  writer rank r              RANKS x 64 bytes
-    │           published          │
+    │ writer r: closed, published  │  writer rank r              RANKS x 64 bytes
     ├──────────────────────────────┤
     │ reader k: declared, start,   │  owner                      READERS x 128 bytes
     │           generation         │
@@ -40,7 +39,7 @@ LIFE = 1 << 32
 CLOSED, VERSION = 2, 3
 _WRITERS = 8
 WRITER_WORDS = 8
-W_ATTACHED, W_CLOSED, W_PUBLISHED = 0, 1, 2
+W_CLOSED, W_PUBLISHED = 0, 1
 READER_WORDS = 16
 R_DECLARED, R_START, R_GENERATION = 0, 1, 2
 R_ATTACHED, R_CURSOR, R_LEFT = 8, 9, 10

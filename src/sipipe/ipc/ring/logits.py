@@ -91,11 +91,11 @@ class LogitsWriter:
 
     @contextlib.contextmanager
     def acquire(
-        self, iteration: int, batch: int, row: int, timeout: float | None = None
+        self, iteration: int, batch: int, row: int, timeout: float = 60.0
     ) -> Iterator[npt.NDArray[Any]]:
         """This rank's part of the iteration's rows from ``row`` on, ``[batch, V/t]``, writable;
         published when the block ends well. Else the next call takes the same entry again. Raises
-        ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds."""
+        StallError: a late sampler still reads the entry after ``timeout`` seconds."""
         part = self.part(row, batch)
         self._ring.reserve(timeout)
         yield part

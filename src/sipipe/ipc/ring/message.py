@@ -19,17 +19,19 @@ _MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
 
 @dataclass(slots=True)
 class Message:
-    """One received message, a context manager that calls :meth:`release` at the end. ``parts`` are
-    read-only and stay valid until :meth:`release`, at the latest until the next receive; copy what
-    must live longer. ``sequence`` counts from the producer's first message."""
+    """One received message, a context manager that gives the memory back at its end. ``parts`` are
+    read-only, and can be read until then, at the latest until the next receive; afterwards the
+    content of an array made from one changes: copy what must live longer. ``sequence`` counts from
+    the producer's first message."""
 
     sequence: int
     parts: Sequence[memoryview]
     _unlock: Callable[[], None]
 
-    def release(self) -> None:
-        """Give the memory back: ``parts`` can no longer be read, and the content of an array made
-        from one changes with a later message. Idempotent."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for part in self.parts:
             try:  # noqa: SIM105 - suppress() costs as much as all the rest
                 part.release()
@@ -37,12 +39,6 @@ class Message:
                 pass
         self.parts = ()
         self._unlock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 @functools.cache  # as many as there are numbers of parts: a few

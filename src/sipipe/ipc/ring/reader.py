@@ -2,7 +2,7 @@
 
 import time
 
-from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
+from sipipe.ipc.errors import ChannelClosed, ChannelError, PeerDiedError
 from sipipe.ipc.locks import EXCLUSIVE, SHARED
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
@@ -87,7 +87,7 @@ class RingReader:
     def receive(self) -> list[int]:
         """Wait for the next use, without a bound; returns commit word and header of its first rank.
         ``use`` is then its number and ``view`` its payload, read-only, until the next call. Raises
-        ChannelClosed: nothing more comes. ChannelPeerDied: the writer is gone."""
+        ChannelClosed: nothing more comes. PeerDiedError: the writer is gone."""
         if self._again:
             self._again = False
             return self.header(0)
@@ -133,12 +133,12 @@ class RingReader:
             self._locks.close()
             raise ChannelClosed(f"channel {self.ring.channel}: reader {self._name} was removed")
 
-    def _ended(self, rank: int) -> ChannelError:
+    def _ended(self, rank: int) -> ChannelClosed | PeerDiedError:
         base = self.ring.layout.writer_word(rank)
         if self._words[base + at.W_CLOSED] or self._words[at.CLOSED]:
             return ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
         who = "producer" if self.ring.layout.ranks == 1 else f"rank {rank}"
-        return ChannelPeerDied(
+        return PeerDiedError(
             f"channel {self.ring.channel}: its {who} died before message {self.next} was complete"
         )
 

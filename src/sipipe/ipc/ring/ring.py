@@ -85,7 +85,7 @@ class Ring:
 
     @classmethod
     def attach(cls, endpoint: RingEndpoint) -> Self:
-        """Map what another process (or this one) made. Raises ChannelPeerDied: the creator is
+        """Map what another process (or this one) made. Raises PeerDiedError: the creator is
         gone."""
         return cls(SharedMemory.attach(endpoint.memory), endpoint.layout, endpoint.readers)
 

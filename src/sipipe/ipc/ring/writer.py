@@ -3,8 +3,9 @@
 import time
 from array import array
 
-from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelTimeout
-from sipipe.ipc.locks import EXCLUSIVE, deadline_after
+from sipipe.errors import StallError
+from sipipe.ipc.errors import ChannelClosed
+from sipipe.ipc.locks import EXCLUSIVE
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
 
@@ -17,7 +18,6 @@ class RingWriter:
     to close; that of ``(next + 1) % N`` while ``_claimed``."""
 
     def __init__(self, ring: Ring, rank: int = 0) -> None:
-        """Raises ChannelError when the rank has a writer already."""
         self.ring = ring
         self.rank = rank
         self.next = 0
@@ -28,18 +28,17 @@ class RingWriter:
         self._own = ring.layout.writer_word(rank)
         self._entries = ring.layout.entries
         self._lock_bytes = [e * ring.layout.ranks + rank for e in range(self._entries)]
-        if self._words[self._own + at.W_ATTACHED] or not self._locks.try_lock(
-            EXCLUSIVE, self._lock_bytes[0]
-        ):
-            raise ChannelError(f"channel {ring.channel}: rank {rank} has a writer already")
-        self._words[self._own + at.W_ATTACHED] = 1
+        taken = self._locks.try_lock(EXCLUSIVE, self._lock_bytes[0])
+        assert taken, f"channel {ring.channel}: rank {rank} has a writer already"
 
-    def reserve(self, timeout: float | None) -> memoryview:
+    def reserve(self, timeout: float, deadline: float | None = None) -> memoryview:
         """Claim the entry after next; returns the payload of the one that may be written now.
-        Raises ChannelTimeout: a late reader still holds it; ``late`` names all that do."""
-        deadline, pause = deadline_after(timeout), FIRST_PAUSE
+        Raises StallError: a late reader still holds it after ``timeout`` seconds; names all that do.
+        ``deadline``: when those are over, where they are for several entries."""
+        end = time.monotonic() + timeout if deadline is None else deadline
+        pause = FIRST_PAUSE
         while not self._claim():
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= end:
                 raise self._late(timeout)
             # wait: the caller's `stall_timeout`, looking every millisecond; the late reader, its
             # removal when it dies, `close`
@@ -89,7 +88,7 @@ class RingWriter:
         cursor is u + 1."""
         return self.next + 2 - self._entries
 
-    def _late(self, timeout: float | None) -> ChannelTimeout:
+    def _late(self, timeout: float) -> StallError:
         """The error that names the late readers, or in place of each the ranks that it waits
         for."""
         names: dict[str, None] = {}
@@ -99,10 +98,9 @@ class RingWriter:
                 behind = [f"rank {r}" for r in ranks if self.ring.published(r) <= cursor]
                 names |= dict.fromkeys(behind or [name])
         shown = ", ".join(names) or "a reader that was removed and still lives"
-        return ChannelTimeout(
-            f"channel {self.ring.channel}: message {self.next} waited {timeout} s for the entry "
-            f"that {shown} should have left; stuck or too slow",
-            tuple(names),
+        return StallError(
+            f"channel {self.ring.channel}: message {self.next} waited {timeout:g} s for the entry "
+            f"that {shown} should have left; stuck or too slow"
         )
 
     def close(self) -> None:

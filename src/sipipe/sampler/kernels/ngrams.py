@@ -131,13 +131,21 @@ def _look_up(all_: Any, one: Any, size: Any, shortest: Any, longest: Any) -> tup
 
 @entry
 def propose_all(
-    all_: Histories, which: Any, drawn: Any, shortest: int, longest: int, worth: float, counts: Any
+    all_: Histories,
+    which: Any,
+    drawn: Any,
+    shortest: int,
+    longest: int,
+    vocabulary: int,
+    worth: float,
+    counts: Any,
 ) -> None:
     """What came behind n-grams like the ends of sequences, as far as it is ``worth`` its rows.
 
     Args:
         which: int64 [n], sequences; the rows of one lie side by side.
         drawn: int32 [n], the tokens of these rows; negative: none.
+        vocabulary: a draft ends before a token from here on, which stands for an image, say.
         counts: out, int64 [n]; how many drafts there are at the first row of each, else 0.
     """
     first = 0
@@ -165,6 +173,9 @@ def propose_all(
             for k in range(proposed.size):  # behind the last token it goes on as it did
                 at = found + k
                 proposed[k] = all_.tokens[start + at] if at < size else proposed[at - size]
+                if proposed[k] >= vocabulary:
+                    all_.count[one] = k
+                    break
                 counts[first] += likely >= worth
                 likely *= chance
         first = i + 1

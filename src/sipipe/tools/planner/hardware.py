@@ -113,7 +113,6 @@ class Engine:
     """What an engine adds to the model's own work."""
 
     key: str
-    name: str
     preparation_us: float
     preparation_sequence_us: float
     readd_us: float

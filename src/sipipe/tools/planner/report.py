@@ -56,15 +56,13 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
 
 def notes(plan: Plan, choice: Choice) -> list[str]:
     """What to know before the commands of ``choice`` are typed."""
-    ours, found = choice.engine.key == OURS, []
+    found = []
     if plan.cluster.hosts > 1:
         secret = "; every host needs the same secret in SIPIPE_SECRET (docs/multi-host.md)"
-        found.append("HOST0 is the first host's address" + (secret if ours else ""))
+        found.append("HOST0 is the first host's address" + secret * (choice.engine.key == OURS))
     bits = plan.workload.weight_bits
     if bits is not None and not (bits == 8 and plan.cluster.device.kind == "gpu"):
         found.append(f"CHECKPOINT is one of {plan.facts.name} with {bits:g} bits per weight")
-    if ours and plan.cluster.device.kind == "gpu":
-        found.append("nothing of SiPipe has run on a GPU yet (docs/gpu.md)")
     return found
 
 

@@ -8,7 +8,7 @@ the parts of a stage add up to the wall time exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -140,30 +140,18 @@ def shares(spent: Sequence[int]) -> dict[str, float]:
     return working | {"idle": idle / sum(spent)}
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    start_ns: int
-    end_ns: int
-    stages: tuple[StageAccount, ...]
-    """By index and rank."""
-
-    @property
-    def wall_ns(self) -> int:
-        """Length of the window: what the parts of each stage add up to."""
-        return self.end_ns - self.start_ns
-
-    def total(self) -> tuple[int, ...]:
-        """Nanoseconds by kind over all stages; they add up to wall time × stage processes."""
-        return tuple(sum(column) for column in zip(*(s.by_kind for s in self.stages), strict=True))
+def total(stages: Iterable[StageAccount]) -> tuple[int, ...]:
+    """Nanoseconds by kind over all stages; they add up to wall time × stage processes."""
+    return tuple(sum(column) for column in zip(*(s.by_kind for s in stages), strict=True))
 
 
-def account(trace: Trace, window: tuple[int, int] | None = None) -> Account:
-    """Account for the time of every stage; ``window``: first and last instant in ns."""
+def account(trace: Trace, window: tuple[int, int] | None = None) -> tuple[StageAccount, ...]:
+    """Account for the time of every stage, by index and rank; ``window``: first and last instant in
+    ns (None: the trace's)."""
     start, end = window or trace.window()
     pipeline = Pipeline(trace)
     stages = {(p.header.index, p.header.rank): p for p in trace.of("stage")}
-    found = (_stage(process, stages, pipeline, start, end) for process in stages.values())
-    return Account(start, end, tuple(found))
+    return tuple(_stage(process, stages, pipeline, start, end) for process in stages.values())
 
 
 def _stage(

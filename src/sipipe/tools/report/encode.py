@@ -83,7 +83,7 @@ def record_lane(name: str, group: str, records: Records, window: tuple[int, int]
 def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[str]]:
     """All lanes of a run from top to bottom, and the names of those left out for size."""
     trace, window = run.trace, run.window
-    left = detail - sum(len(stage.segments) for stage in run.account.stages)
+    left = detail - sum(len(stage.segments) for stage in run.account)
     dropped: list[str] = []
 
     def fitting(name: str, group: str, records: Records) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[st
     samplers, stages, executors = [], [], []
     for p in trace.of("sampler"):
         samplers += fitting(p.header.name, "", p.phase(Phase.SAMPLE, window=window))
-    for p, account in zip(trace.of("stage"), run.account.stages, strict=True):
+    for p, account in zip(trace.of("stage"), run.account, strict=True):
         stages.append(segment_lane("device", p.header.name, account.segments, window[0]))
         stages += fitting("host", p.header.name, p.phase(*_HOST_PHASES, window=window))
     for p in trace.of("executor"):

@@ -43,7 +43,7 @@ def write_perfetto(run: Run, path: Path) -> int:
 
 def _events(run: Run) -> Iterator[Event]:
     causes = list(Cause)
-    stages = iter(run.account.stages)
+    stages = iter(run.account)
     track = 1  # Perfetto takes the same number in two processes for one thread that has moved
     for pid, process in enumerate(run.trace.processes, 1):
         header = process.header

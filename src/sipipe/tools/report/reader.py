@@ -122,6 +122,8 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
             warnings.append(warning)
     if not found:
         hint = f" ({warnings[0]})" if warnings else ""
+        if inner := [str(file) for file in files if any(file.glob(f"*{SUFFIX}"))]:
+            hint = f"; did you mean {' or '.join(inner)}?"
         raise TraceError(f"{directory}: no trace files (*{SUFFIX}){hint}")
     run = max((header for header, _ in found), key=lambda header: header.realtime_ns).run
     kept = [one for one in found if one[0].run == run]

@@ -6,7 +6,7 @@ from typing import Any
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
 from sipipe.tools.report import statistics
-from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account, shares
+from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account, shares, total
 from sipipe.tools.report.reader import Trace
 
 
@@ -20,7 +20,8 @@ class Run:
             start if begin_s is None else start + round(begin_s * 1e9),
             end if end_s is None else min(end, start + round(end_s * 1e9)),
         )
-        if self.window[0] >= self.window[1]:
+        self.wall_ns = self.window[1] - self.window[0]
+        if self.wall_ns <= 0:
             raise TraceError(
                 f"{trace.directory}: nothing between --from and --to; the trace is "
                 f"{(end - start) / 1e9:.3f} s long"
@@ -35,10 +36,10 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Everything but the curves; times in the units that the names end with."""
-        trace, window, wall = self.trace, self.window, self.account.wall_ns
+        trace, window, wall = self.trace, self.window, self.wall_ns
         tokens = statistics.tokens_drawn(trace, window)
         # That of each stage, but for the end of what it did for the last request.
-        idle = max(stage.by_cause[Cause.IDLE] for stage in self.account.stages)
+        idle = max(stage.by_cause[Cause.IDLE] for stage in self.account)
         return {
             "directory": trace.directory,
             "label": trace.label,
@@ -53,25 +54,25 @@ class Run:
             "tokens": tokens,
             "idle_s": idle / 1e9,
             "tokens_per_s": tokens / (max(1, wall - idle) / 1e9),
-            "share": shares(self.account.total()),
+            "share": shares(total(self.account)),
             "iteration_ms": statistics.quantiles(self.iteration_ms),
             "tpot_ms": statistics.quantiles(self.tpot_ms),
             "prefill_efficiency": statistics.prefill_efficiency(trace, window),
             "drafts": statistics.drafts(trace, window),
             "sampler_ms_per_sequence": statistics.sampler_ms_per_sequence(trace, window),
-            "stage_table": [self._stage(number) for number in range(len(self.account.stages))],
+            "stage_table": [self._stage(number) for number in range(len(self.account))],
             "phase_table": statistics.phase_table(trace, window),
             "warnings": list(trace.warnings),
         }
 
     def _stage(self, number: int) -> dict[str, Any]:
-        stage, process = self.account.stages[number], self.trace.of("stage")[number]
+        stage, process = self.account[number], self.trace.of("stage")[number]
         return {
             "stage": stage.index,
             "rank": stage.rank,
             "host": process.header.host,
             "iterations": len(process.phase(Phase.FORWARD, window=self.window)),
-            "wall_ns": self.account.wall_ns,
+            "wall_ns": self.wall_ns,
             "ns": dict(zip(KINDS, stage.by_kind, strict=True)),
             "share": shares(stage.by_kind),
             "cause_ns": {
@@ -83,9 +84,8 @@ class Run:
 
     def busiest(self, iterations: int = 12) -> tuple[float, float]:
         """The part in which the devices are busiest, as long as so many iterations, in seconds."""
-        start, end = self.window
-        served = end - start - self.summary["idle_s"] * 1e9
+        served = self.wall_ns - self.summary["idle_s"] * 1e9
         each = served / max(iterations, self.summary["iterations"])
-        span = max(1, min(end - start, round(iterations * each)))
-        begin = statistics.busiest(self.trace, self.window, span) - start
+        span = max(1, min(self.wall_ns, round(iterations * each)))
+        begin = statistics.busiest(self.trace, self.window, span) - self.window[0]
         return begin / 1e9, (begin + span) / 1e9

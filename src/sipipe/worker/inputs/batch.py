@@ -63,7 +63,6 @@ def batch_order(scheduled: Int32) -> Int64 | None:
     Args:
         scheduled: [B], tokens of each request in this iteration, in scheduling order.
     """
-    keys = np.where(scheduled == 1, 0, scheduled)
-    if (keys[1:] >= keys[:-1]).all():
+    if (scheduled[1:] >= scheduled[:-1]).all():
         return None
-    return np.argsort(keys, kind="stable")
+    return np.argsort(scheduled, kind="stable")

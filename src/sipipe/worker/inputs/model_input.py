@@ -40,6 +40,8 @@ class ModelInput:
     prepares, and knows them."""
     samples: int = 0
     """Rows of logits that samplers get."""
+    logits_row: int = -1
+    """The first of them in BIC-L; -1: samplers get none."""
     state: Any = None
     batch: Any = None
     """vLLM's ``InputBatch`` without padding, if it was made ahead."""

@@ -139,17 +139,16 @@ function drawBubbles(host) {
 
 // The longest bubbles of every run, but for pauses and the end; also what the N key walks through.
 function findLongest(count = 8) {
-  const found = [];
+  const found = [], none = ["busy", "nothing", "idle"].map((cause) => data.causes.indexOf(cause));
   data.runs.forEach((run, index) => {
     const own = [];
     for (const lane of run.lanes) {
       if (lane.kind !== "device") continue;
       for (let i = 0; i < lane.count; i++) {
-        const kind = data.kind_of[lane.what[i]];
-        if (kind === 0 || kind >= 4 || lane.iteration[i] < 0) continue;
+        if (none.includes(lane.what[i]) || lane.iteration[i] < 0) continue;
         const span = lane.end[i] - lane.start[i];
         if (own.length === count && span <= own[count - 1].span) continue;
-        own.push({ run: index, lane, i, span, kind, start: lane.start[i] });
+        own.push({ run: index, lane, i, span, kind: data.kind_of[lane.what[i]], start: lane.start[i] });
         own.sort((a, b) => b.span - a.span);
         own.length = Math.min(own.length, count);
       }
@@ -171,7 +170,7 @@ function drawLongest(host, found) {
     ...(compared ? [{ name: "run", text: true, cell: (b) => data.runs[b.run].summary.label }] : []),
     { name: "stage", text: true, cell: (b) => b.lane.group },
     { name: "because", text: true, cell: (b) => data.cause_text[b.lane.what[b.i]] },
-    { name: "before iteration", cell: (b) => (b.lane.iteration[b.i] < 0 ? "–" : String(b.lane.iteration[b.i])) },
+    { name: "before iteration", cell: (b) => String(b.lane.iteration[b.i]) },
     { name: "lasted", cell: (b) => duration(b.span) },
     { name: "at", cell: go },
   ], found.map((b) => ({ ...b, colour: `var(--${data.kinds[b.kind]})` }))));
