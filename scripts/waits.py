@@ -58,6 +58,7 @@ NO_WAIT = re.compile(
     r"|^(stage|group|connection|self|self\._(connection|sender|tokens))\.send\(|^device\.wait\("
     r"|^self\._writer\."
     # Not waits at all.
+    r"|^drafts\.join\("
     r"|^(builder|self\._builder|np|os\.path|os\.pathsep|shlex)\.|^['\"(b]|olumns\.join|^self\._times\.poll"
 )
 

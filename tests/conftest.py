@@ -38,12 +38,16 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Two processes run tests: each begins with its own half of those that start engines, one
-    engine after the other, and both go on with what is left, one test at a time."""
+    """Two processes run tests: each begins with its own half of the files that start engines and
+    nothing else, one engine after the other, and both go on with what is left, one test at a time."""
     from xdist.scheduler import LoadScopeScheduling
 
     root = Path(__file__).parent
-    files = [root / "test_newer_vllm.py", *root.glob("engine/test_*.py"), *root.glob("faults/*.py")]
+    files = [
+        root / "test_newer_vllm.py",
+        *root.glob("engine/**/test_*.py"),
+        *root.glob("faults/*.py"),
+    ]
     engines = {
         str(file.relative_to(root.parent)): file.stem.removeprefix("test_") in SHARING
         for file in files

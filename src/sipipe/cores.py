@@ -87,11 +87,14 @@ class CorePlan:
 
 def degrees(argv: Sequence[str]) -> tuple[int, int, int] | None:
     """Stages, ranks and replicas of a command line of vLLM's; None: no numbers from 1 on."""
+    argv = [word.replace("_", "-") if word.startswith("--") else word for word in argv]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, kind in (("-pp", "pipeline"), ("-tp", "tensor"), ("-dp", "data")):
-        parser.add_argument(name, f"--{kind}-parallel-size", dest=name[1:], default="1")
+        parser.add_argument(
+            name, f"--{kind}-parallel-size", dest=name[1:], nargs="?", default="1", const=""
+        )
     asked, _ = parser.parse_known_args(argv)
-    if not (asked.pp + asked.tp + asked.dp).isdigit():
+    if not all(map(str.isdecimal, (asked.pp, asked.tp, asked.dp))):
         return None
     found = int(asked.pp), int(asked.tp), int(asked.dp)
     return found if all(found) else None

@@ -200,6 +200,23 @@ def test_bench_takes_degrees_in_every_form_that_vllm_does(started, stages, ranks
         assert "parallel" not in told[name]
 
 
+def test_degrees_of_bench_may_stand_before_the_model_and_need_a_number(started):
+    bench.main(["-pp", "2", "m", "--rows", "stock", "--engines", "1"])
+    [(_, job)] = started
+    words = job["command"]
+    assert words[words.index("serve") + 1 :][:5] == ["m", "-pp", "2", "-tp", "1"]
+    with pytest.raises(ConfigError, match=r"-pp.*expected one argument"):
+        bench.main(["m", "-pp"])
+
+
+def test_only_options_get_dashes():
+    parser = make_parser("x", "")
+    parser.add_argument("--some-name")
+    own, rest = parser.parse_known_args(["--some_name", "-- user_name:", "--a_b.c_d", "--e_f=g_h"])
+    assert own.some_name == "-- user_name:"
+    assert rest == ["--a-b.c_d", "--e-f=g_h"]
+
+
 @pytest.mark.parametrize(
     "option", ["--enable-prefix-caching", "--no-enable-prefix-caching", "--enable_prefix_caching"]
 )

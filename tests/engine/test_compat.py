@@ -201,13 +201,19 @@ def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
         ({"model_config__is_diffusion": True}, {}, "diffusion"),
         ({"model_config__enable_trace_replay": True}, {}, "--enable-trace-replay"),
         ({"aux_output_config__enabled": True}, {}, "routed experts"),
-        ({"observability_config__cudagraph_metrics": True}, {}, "--cudagraph-metrics"),
         ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
     ],
 )
 def test_what_samplers_cannot_serve_is_vllms_samplers(changes, settings, reason):
     found = compat.why_not_samplers(vllm_config(**changes), SiPipeConfig.from_dict(settings))
     assert reason in found
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_figures_of_graphs_are_vllms_samplers_where_there_are_graphs(monkeypatch, cpu):
+    monkeypatch.setattr(compat.current_platform, "is_cpu", lambda: cpu)
+    config = vllm_config(observability_config__cudagraph_metrics=True)
+    assert ("--cudagraph-metrics" in compat.why_not_samplers(config, SiPipeConfig())) is not cpu
 
 
 @pytest.mark.parametrize("asked", ["on", "per_row"])

@@ -79,8 +79,7 @@ def test_preemption_and_chunks_of_seeded_prompts(models, stages, ranks):
     assert tokens(said[3]) == tokens(run_engine(path, [chunked], **whole)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 1])
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_custom_logits_processors_equal_stock(models, stages):
     path = model(models)
     params = greedy(12, shortest=8, longest=20)

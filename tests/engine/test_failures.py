@@ -174,7 +174,7 @@ def test_a_killed_worker_ends_the_engine_with_its_name(engine):
     assert gone(everybody)
 
 
-@pytest.mark.parametrize("who", [pytest.param("front end", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize("who", ["front end", pytest.param("both", marks=pytest.mark.slow)])
 def test_an_engine_killed_while_it_starts_leaves_nothing(models, who):
     before = in_shared_memory()
     with Engine(model(models), sipipe={"samplers": 2}, **TWO_STAGES) as engine:

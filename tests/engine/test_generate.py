@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sipipe.engine import generate
 from sipipe.errors import SiPipeError
@@ -27,6 +27,8 @@ class Engine:
             raise VLLMValidationError("longer than the maximum model length")
         if prompt == "dead":
             raise EngineDeadError()
+        if prompt == "odd":
+            raise EngineGenerateError from UnicodeError("surrogates not allowed")
         for piece in (prompt[:2], prompt[2:]):
             yield SimpleNamespace(
                 outputs=[SimpleNamespace(text=piece, token_ids=[1], finish_reason=None)]
@@ -53,11 +55,12 @@ def run(monkeypatch):
 def test_a_prompt_that_fails_costs_no_other_one(run):
     shown = []
     good, _ = run(
-        ["first", "long", "last"], lambda event, it, text: shown.append((event, it, text))
+        ["first", "long", "odd", "last"], lambda event, it, text: shown.append((event, it, text))
     )
     ends = [completion for event, completion, _ in shown if event == "end"]
-    assert [completion.text for completion in ends] == ["first", "", "last"]
+    assert [completion.text for completion in ends] == ["first", "", "", "last"]
     assert "longer than the maximum" in ends[1].error
+    assert ends[2].error == "surrogates not allowed"
     assert not good
     assert run(["first"])[0]
 

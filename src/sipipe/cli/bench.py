@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
-from sipipe.cores import degrees, equal_shares, this_machine
+from sipipe.cores import equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
 from sipipe.tools.load import SAMPLING
@@ -167,7 +168,9 @@ def _rows(
 ) -> dict[str, dict[str, Any]]:
     """What is started for each row, by its name: entries of :class:`sipipe.tools.load.Job`. Raises
     ConfigError: no model, an unknown row."""
-    p, t, _ = degrees(rest) or (1, 1, 1)
+    asked, words = _degrees_parser().parse_known_args(rest)
+    p, t = asked.pp, asked.tp
+    every = [*words, "-pp", str(p), "-tp", str(t)]
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
     parts = [k for k, v in settings.items() if k == "layers" or (k == "cores" and v != "off")]
     of_one = {k: v for k, v in settings.items() if p == 1 or k not in parts}
@@ -189,9 +192,9 @@ def _rows(
         raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
     if "stock-cut" in names and not cut:
         raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
-    if not rest or rest[0].startswith("-"):
+    if not words or words[0].startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    found = [(name, server_job(rest, rows[name])) for name in names]
+    found = [(name, server_job(every, rows[name])) for name in names]
     for pair in own.row:
         name, _, text = pair.partition("=")
         try:
@@ -200,7 +203,7 @@ def _rows(
             raise ConfigError(f"bench: --row '{pair}': {error}") from None
         if not name or "=" not in pair:
             raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
-        found.append((name, server_job(rest, options)))
+        found.append((name, server_job(every, options)))
     for pair in own.url:
         name, _, url = pair.partition("=")
         if not url.startswith("http"):
@@ -209,15 +212,21 @@ def _rows(
     for name, times in Counter(name for name, _ in found).items():
         if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
-    return {name: job | {"model": rest[0]} for name, job in found}
+    return {name: job | {"model": words[0]} for name, job in found}
+
+
+def _degrees_parser() -> argparse.ArgumentParser:
+    """Stages and ranks, by any of their names."""
+    parser, count = make_parser("bench", "", add_help=False), at_least(1, int)
+    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=count, default=1)
+    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, default=1)
+    return parser
 
 
 def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """A server of ``words`` and a row's options, whose degrees stand in the place of theirs."""
     stock = options[:1] == ["stock"]
-    parser = make_parser("bench", "", add_help=False)
-    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int), default=1)
-    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int), default=1)
+    parser = _degrees_parser()
     if stock:
         parser.add_argument("--layers", type=counts)
         parser.add_argument("--speculative-config", "-sc", dest="drafts")
@@ -227,9 +236,8 @@ def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
         command += ["--no-enable-prefix-caching"]  # each mix has the same prompts
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:
-        if own.drafts and own.pp == 1:
-            command += ["--speculative-config", own.drafts]
-        command = [*STOCK, *command]
+        drafts = ["--speculative-config", own.drafts] if own.drafts and own.pp == 1 else []
+        command = [*STOCK, *command, *drafts]
         env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), own.pp * own.tp)
         if own.layers:
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
@@ -241,14 +249,9 @@ def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
 
 def _options(settings: Mapping[str, Any]) -> list[str]:
     """Checked settings as options of ``sipipe serve`` once more."""
-    return [
-        f"--{name.replace('_', '-')}={value if isinstance(value, str) else _text(value)}"
-        for name, value in settings.items()
-    ]
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":")).strip("[]")
+    told = partial(json.dumps, separators=(",", ":"))
+    texts = ((k, v if isinstance(v, str) else told(v).strip("[]")) for k, v in settings.items())
+    return [f"--{name.replace('_', '-')}={text}" for name, text in texts]
 
 
 def _load(own: argparse.Namespace) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
             found["trace"] = json.loads(report or "{}")
     answers, drawn = map(found["found"].get, ("answers", "draws"))  # of large models neither
     if like := step.get("like"):
-        lines = [one for one in _lines(own.out) if one.get("model") == own.model]
+        lines = [one for one in _lines(own.out) if one.get("model", own.model) == own.model]
         theirs = [
             one["found"]["answers"] for one in lines if one["step"] == like and "found" in one
         ]

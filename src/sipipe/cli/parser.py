@@ -20,7 +20,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of words that must be given."""
-        dashed = [re.sub("^--[^=.]*", lambda at: at[0].replace("_", "-"), word) for word in args]
+        dashed = [
+            re.sub(r"^--\w[\w-]*(?=[=.]|$)", lambda at: at[0].replace("_", "-"), word)
+            for word in args
+        ]
         return super().parse_known_args(dashed, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -156,7 +156,7 @@ def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "prompt embeddings (--enable-prompt-embeds) are taken by vLLM's own sampler alone"
     if vllm_config.aux_output_config.enabled:
         return "routed experts (--enable-return-routed-experts) come with vLLM's sampler's output"
-    if vllm_config.observability_config.cudagraph_metrics:
+    if vllm_config.observability_config.cudagraph_metrics and not current_platform.is_cpu():
         return "figures of CUDA graphs (--cudagraph-metrics) come with vLLM's sampler's output"
     if model.enable_trace_replay:
         return "replayed traces (--enable-trace-replay) are told to vLLM's own sampler"

@@ -9,6 +9,7 @@ after Ctrl-C.
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -16,7 +17,7 @@ from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sipipe.engine.arguments import engine_args, parse_engine_args
 from sipipe.engine.launch import announce
@@ -60,10 +61,11 @@ def generate(
     params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
     if chat:
         tokenizer: Any = cached_tokenizer_from_config(vllm_config.model_config)
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("generate: --chat: the model's tokenizer has no chat template")
-        said = [[{"role": "user", "content": text}] for text in texts]
-        texts = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        said = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        try:
+            texts = [said([{"role": "user", "content": text}]) for text in texts]
+        except Exception as error:  # whatever a template and its tokenizer raise
+            raise ConfigError(f"generate: --chat: {' '.join(str(error).split())}") from None
     announce(decide(vllm_config))
     with own_sockets():
         return asyncio.run(_run(engine_args(args), texts, params, chat, show))
@@ -122,7 +124,7 @@ async def _complete(
             completion.finish_reason = piece.finish_reason
             if piece.text:
                 queue.put_nowait(piece.text)
-    except (GenerationError, VLLMClientError) as error:
-        completion.finish_reason, completion.error = "error", str(error)
+    except (GenerationError, VLLMClientError, EngineGenerateError) as error:
+        completion.finish_reason, completion.error = "error", str(error.__cause__ or error)
     finally:
         queue.put_nowait(None)

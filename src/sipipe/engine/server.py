@@ -13,6 +13,7 @@ Guarantees
 
 import gc
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -71,6 +72,10 @@ def _started(supervisor: socket.socket, args: Any) -> None:
 
 def _say_served(args: Any) -> None:
     """What is served, once it is."""
+    # No name is looked up while the engine is forked from this process.
+    while not multiprocessing.active_children():
+        # wait: 0.1 s, again and again; the engine's process, or the end of this one
+        time.sleep(0.1)
     host = "localhost" if args.host in (None, "", "0.0.0.0", "::") else args.host
     while not args.uds:
         # wait: 0.1 s, again and again; the server's port, or the end of this process

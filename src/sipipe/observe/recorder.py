@@ -126,6 +126,7 @@ class Recorder:
             # Not earlier: the engine's recorder is made before its workers, which are not forked
             # from a process that has other threads (`sipipe.engine.forking.may_fork`), and its
             # first record is of an iteration, or of the time before the first request.
+            self._cpu = (time.monotonic_ns(), time.process_time_ns())
             self._spiller.start()
         thread = self._threads[threading.get_ident()] = min(number, 255)
         return thread

@@ -157,4 +157,4 @@ class Receiver:
                 f"tokens, iteration {header.iteration} with {header.num_tokens} tokens came; "
                 "both stages must run the same scheduling outputs"
             )
-        assert header.frame == self._taken, (header, self._taken)
+        assert header.frame == self._taken, f"{self._endpoint.describe()}: {header}"
