@@ -65,8 +65,8 @@ class Scheduler:
         return [len(request.spec_token_ids) for request in self.running]
 
 
-def controller(price=None, formed=1, stages=2):
-    return SimpleNamespace(price=lambda _: price, formed=formed, rows=1.0, slots=3, stages=stages)
+def controller(price=None, formed=1):
+    return SimpleNamespace(price=lambda _: price, formed=formed, rows=1.0)
 
 
 def fitted(*lengths, price=None, formed=1, **options):
@@ -229,29 +229,3 @@ def test_the_controller_hears_of_rows():
     for _ in range(200):
         taken(scheduler, told=told)
     assert told.rows == pytest.approx(2.0, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("offered", "stages", "factor"),
-    [([8], 2, 1.0), ([0, 8], 2, 2.0), ([0, 0, 8, 0], 2, 2.0), ([0, 8], 1, 1.0), ([2, 6], 2, 1.5)],
-)
-def test_a_microbatch_with_more_drafts_than_the_other_holds_all_stages_up(offered, stages, factor):
-    """Two are in flight: while one has many rows, the other waits for it."""
-    scheduler, told = Scheduler(*[0] * 8), controller(0.01, formed=2, stages=stages)
-    drafting = Speculation(scheduler, told)
-    work = Work(step=Step(0), sampled=["0"])
-    for number in range(400):
-        drafts = {"0": [0] * offered[number % len(offered)]}
-        drafting.take(
-            SimpleNamespace(
-                work=work,
-                tokens=[],
-                drafts={},
-                errors={},
-                number=number,
-                output=SimpleNamespace(scheduled_spec_decode_tokens=drafts),
-            )
-        )
-    drafting._each = 1.0
-    drafting.fit()
-    assert scheduler.tracker.worth == pytest.approx(0.01 * MARGIN * 4 * factor, rel=0.1)

@@ -6,8 +6,7 @@ to all stages with the scheduling output, and nothing is corrected afterwards. T
 each draft's position what they would have drawn there, and stop at the first that differs.
 
 A draft is worth its row where it is likely enough: the row costs a share of the pass (the stage times
-that are measured anyway), a token that comes with it is worth as much as one of the pass's others. A
-microbatch with more drafts than the others holds up all stages, as if each microbatch had as many. So
+that are measured anyway), a token that comes with it is worth as much as one of the pass's others. So
 speculation fades as the batch fills, and where nothing repeats, also what a grammar forces where
 drafts were not right often enough; rows of all iterations in flight stay
 within BIC-L's, and none are taken while the KV cache runs out.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
 from dataclasses import fields
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -50,8 +48,6 @@ LEAST_WORTH, MARGIN = 0.05, 1.25
 _INT32 = 4
 RATE = 0.05
 """Weight of the last microbatch in how many tokens come of a request in a pass."""
-LITTLE = 1e-3
-"""Drafts of a microbatch that are no reason to hold anything against drafts."""
 KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
 
@@ -145,10 +141,6 @@ class Speculation(NoSpeculation):
         self._encode = lru_cache(1024)(partial(_encoded, tokenizer))
         self._each = self._right = 1.0
         """Tokens of a request in a pass, lately; and what part of drafts was accepted."""
-        self._offered: deque[int] = deque(maxlen=controller.slots if controller else 1)
-        """Drafts of the last microbatches,"""
-        self._mean = self._peak = 1.0
-        """of one lately, and of the one that had most among those that were in flight together."""
 
     def fit(self) -> None:
         scheduler = self._scheduler
@@ -172,9 +164,7 @@ class Speculation(NoSpeculation):
         for request in drafting:
             request.spec_token_ids = request.spec_token_ids[:most]
         price = controller.price(sequences) if controller is not None else None
-        uneven = self._peak / self._mean if controller is not None and controller.stages > 1 else 1
         worth = (UNKNOWN_PRICE if price is None else price * MARGIN) * sequences * self._each
-        worth *= min(max(uneven, 1.0), formed)
         scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
 
     def take(self, iteration: Iteration) -> None:
@@ -186,11 +176,6 @@ class Speculation(NoSpeculation):
             if requests > 0:
                 self._each += RATE * (drawn / requests - self._each)
             if self._controller is not None:
-                self._offered.append(offered)
-                together = list(self._offered)[-max(self._controller.formed, 1) :]
-                # A little of each, so that evenness is tried again after a while without drafts.
-                self._mean += RATE * (offered + LITTLE - self._mean)
-                self._peak += RATE * (max(together) + LITTLE - self._peak)
                 each = rows / max(rows - offered, 1)
                 self._controller.rows += RATE * (each - self._controller.rows)
             if offered:
