@@ -7,17 +7,19 @@ and how much prefill.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from math import inf
+from typing import Any
 
 from benchmarks.simulator.engine_model import Batch, EngineModel
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
-from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
+from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, Prices, usual
 
-__all__ = ["DynamicChunksRule", "Rule", "SlotRule", "TokenThrottlingRule"]
+__all__ = ["DynamicChunksRule", "Rule", "SlotRule", "TokenThrottlingRule", "visit"]
 
 
 class Rule:
@@ -145,7 +147,8 @@ class SlotRule(Rule):
         for request in islice(engine.waiting, max(0, engine.max_running - len(engine.running))):
             pending += price(0, request.known)
             arriving += 1
-        plan = self._policy.visit(
+        plan = visit(
+            self._policy,
             [
                 Sequence(request.id, request.computed, request.pending > 0)
                 for request in engine.running
@@ -156,10 +159,15 @@ class SlotRule(Rule):
             arriving=arriving,
             kv_free=engine.kv_free,
         )
-        return engine.fill(
-            decodes=lambda request: request.id in plan.decode,
-            prefill=plan.prefill,
-        )
+        decode = {sequence.id for sequence in plan.decode}
+        return engine.fill(decodes=lambda request: request.id in decode, prefill=plan.prefill)
+
+
+def visit(policy: SlotPolicy, sequences: Iterable[Sequence], **more: Any) -> Plan:
+    """Follow ``sequences``, all that decode now, and visit."""
+    now = {sequence.id: sequence for sequence in sequences}
+    joining = [now[id] for id in policy.follow(now)]
+    return policy.visit(joining, now.get, **more)
 
 
 def _tokens(most: int) -> Allowance:

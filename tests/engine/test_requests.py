@@ -154,7 +154,7 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
         while len(flying) > stages or (flying and rng.random() < 0.3):
             number, done, drawn = flying.pop(0)
             for name, token in drawn.items():
-                tracker.record(number, name, token)
+                tracker.record(number, [(name, [token])])
             scheduler.update(done, drawn)
         for sampler in range(samplers):  # a snapshot at any moment tells the same
             handles = (
@@ -226,7 +226,7 @@ def test_the_next_prompt_of_a_streaming_session_has_its_own_parameters():
         work = tracker.advance(iteration, output)
         added += work.step.added
         assert work.sampled == ["a"]
-        tracker.record(iteration, "a", 7)
+        tracker.record(iteration, [("a", [7])])
         prompt += [5, 6]
     first, second = added
     assert int32_view(work.step.removed).tolist() == [first.handle]
@@ -244,9 +244,8 @@ def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropp
         output.scheduled_new_reqs.append(new_request("a", [1, 2], prefill=[1, 2]))
         output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 2
         tracker.advance(iteration, output)
-    tracker.record(0, "a", 7)
-    tracker.record(1, "a", 8)
-    tracker.record(1, "gone", 9)
+    tracker.record(0, [("a", [7])])
+    tracker.record(1, [("a", [8]), ("gone", [9])])
     assert tracker._requests["a"].outputs == [8]
 
 

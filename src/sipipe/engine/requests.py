@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MOST_IDS = 1 << 14
 """Of clients that are remembered: a megabyte."""
+_ALONE = (-1,)
 ON_DEVICE = -1
 """In place of a sampler's number: the last stage's device draws, and no sampler hears of it."""
 
@@ -126,14 +127,15 @@ class RequestTracker:
                 if request.handle == handle:
                     request.error = reason
 
-    def record(self, iteration: int, request_id: str, token: int) -> None:
-        """A sampler drew ``token``; the scheduler will say whether it took it. Of a request that
-        was preempted and scheduled again meanwhile (vLLM does so when the prefix cache is reset)
-        vLLM discards this token, and so does the tracker."""
+    def record(self, iteration: int, drawn: Iterable[tuple[str, list[int]]]) -> None:
+        """Tokens were drawn, by request; the scheduler will say whether it took them. Of a request
+        that was preempted and scheduled again meanwhile (vLLM does so when the prefix cache is
+        reset) vLLM discards them, and so does the tracker."""
         with self._lock:
-            request = self._requests.get(request_id)
-            if request is not None and request.iteration == iteration:
-                request.outputs.append(token)
+            for request_id, tokens in drawn:
+                request = self._requests.get(request_id)
+                if request is not None and request.iteration == iteration:
+                    request.outputs += tokens
 
     def is_last(self, iteration: int, request_id: str) -> bool:
         """Whether the request is in no iteration after this one."""
@@ -190,41 +192,42 @@ class RequestTracker:
             request = self._requests[request_id]
             start = starts[request_id] = cached.num_computed_tokens[index]
             held.append((request, cached.num_output_tokens[index]))
+            behind = drafts.get(request_id, ())
             if fill:
-                stop = start + output.num_scheduled_tokens[request_id]
-                stop -= len(drafts.get(request_id, ()))
+                stop = start + output.num_scheduled_tokens[request_id] - len(behind)
                 cached.new_token_ids.append(_tokens(request, start, stop))
-            if request_id in drafts:  # vLLM leaves them out
-                cached.new_token_ids[index] = [*cached.new_token_ids[index], *drafts[request_id]]
+            if behind:  # vLLM leaves them out
+                cached.new_token_ids[index] = [*cached.new_token_ids[index], *behind]
         for request, count in held:
             if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
                 del request.outputs[count:]
             if request.sampler == ON_DEVICE:
                 continue
-            if request.sent > count or request is moved:
+            if (sent := request.sent) > count or request is moved:
                 removed.append(request.handle)
                 added.append(request.added())
-            else:
-                appended += [request.handle] * (count - request.sent)
-                tokens += request.outputs[request.sent : count]
+            elif sent < count:
+                appended += [request.handle] * (count - sent)
+                tokens += request.outputs[sent:count]
                 request.sent = count
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             request.iteration = iteration
             behind = drafts.get(request_id, ())
-            end = starts[request_id] + count - len(behind)
-            if request.prompt_logprobs and end >= len(request.prompt):
+            end, prompt = starts[request_id] + count - len(behind), len(request.prompt)
+            if request.prompt_logprobs and end >= prompt:
                 request.prompt_logprobs = False
                 complete.append(request_id)
-            if end != len(request.prompt) + len(request.outputs):
+            if end != prompt + len(request.outputs):
                 continue
             if request.sampler == ON_DEVICE:
                 on_device.append(request_id)
-            else:
-                sampled += [request_id] * (1 + len(behind))
-                rows += [request.handle] * (1 + len(behind))
-                owners += [request.sampler] * (1 + len(behind))
-                follows += (-1, *behind)
+                continue
+            for follower in (-1, *behind) if behind else _ALONE:
+                sampled.append(request_id)
+                rows.append(request.handle)
+                owners.append(request.sampler)
+                follows.append(follower)
         step = Step(
             iteration=iteration,
             removed=int32_bytes(removed),
@@ -357,7 +360,9 @@ def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
 def _tokens(request: TrackedRequest, start: int, stop: int) -> list[int]:
     """Tokens at positions ``start`` to ``stop`` of prompt and outputs."""
     prompt = len(request.prompt)
-    found = list(request.prompt[start : min(stop, prompt)])
+    if start >= prompt:
+        return request.outputs[start - prompt : stop - prompt]
+    found = list(request.prompt[start:stop])
     if stop > prompt:
-        found += request.outputs[max(start - prompt, 0) : stop - prompt]
+        found += request.outputs[: stop - prompt]
     return found

@@ -90,9 +90,8 @@ class Resolver:
             output = self._join(output, iteration)
         drawn = sum(map(len, output.sampled_token_ids))
         # A pooling model has no tokens.
-        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
-            for token in tokens:
-                self._tracker.record(iteration.number, request_id, token)
+        by_request = zip(output.req_ids, output.sampled_token_ids, strict=False)
+        self._tracker.record(iteration.number, by_request)
         with self._joining:
             self._telemetry.record(
                 Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn

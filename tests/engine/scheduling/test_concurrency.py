@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from benchmarks.simulator.rules import visit
 
 from sipipe.engine.scheduling.concurrency import HOLD, ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
@@ -137,7 +138,7 @@ def test_a_burst_opens_its_slots_before_its_first_sequence_decodes():
     controller = ConcurrencyController(stages=2, slots=3)
     policy = SlotPolicy(slots=3, max_tokens=2048, controller=controller)
     controller.chosen = 2
-    plan = policy.visit([], pending_prefill=1024, arriving=64)
+    plan = visit(policy, [], pending_prefill=1024, arriving=64)
     assert controller.formed == 2
     assert 0 < plan.prefill.tokens < 1024
 
@@ -153,7 +154,7 @@ def test_requests_that_do_not_fit_in_the_cache_open_no_slots():
     policy = SlotPolicy(slots=3, max_tokens=2048, controller=Asked(stages=2, slots=3))
     decoding = [Sequence(str(i), 10, True) for i in range(20)]
     for kv_free in (0.01, 0.2, 0.99, 1.0):
-        policy.visit(decoding, pending_prefill=900, arriving=30, kv_free=kv_free)
+        visit(policy, decoding, pending_prefill=900, arriving=30, kv_free=kv_free)
     assert asked == [20, 25, 50, 50]
 
 
@@ -182,7 +183,7 @@ def test_a_policy_closes_and_opens_slots_as_the_pace_says():
     sequences = [Sequence(str(i), 10, True) for i in range(30)]
 
     def periods(count):
-        return [policy.visit(sequences, pending_prefill=0) for _ in range(3 * count)]
+        return [visit(policy, sequences, pending_prefill=0) for _ in range(3 * count)]
 
     periods(4)
     assert counts(policy) == (10, 10, 10)
@@ -192,5 +193,5 @@ def test_a_policy_closes_and_opens_slots_as_the_pace_says():
         sizes = counts(policy)
         assert sum(size > 0 for size in sizes) == chosen
         assert max(sizes) - min(sizes[:chosen]) <= 1
-        seen = [id for plan in plans[-3:] for id in plan.decode]
+        seen = [one.id for plan in plans[-3:] for one in plan.decode]
         assert sorted(seen) == sorted(s.id for s in sequences), "once in a period, each"

@@ -288,6 +288,7 @@ def test_the_preemption_victim_may_belong_to_another_slot(configs):
     victims, hidden = [], 0
     while engine.scheduler.has_requests() or engine.queue:
         before = [request.request_id for request in engine.scheduler.running]
+        scheduled = dict(engine.scheduler.requests)
         known = len(engine.preempted)
         engine.step()
         if len(engine.preempted) == known + 1:
@@ -296,7 +297,7 @@ def test_the_preemption_victim_may_belong_to_another_slot(configs):
             running = {request.request_id for request in engine.scheduler.running}
             assert victims[-1] == [id for id in before if id in running | {victims[-1]}][-1]
             slot = engine.slots[-1]
-            hidden += engine.scheduler._policy.slot_of.get(victims[-1]) != slot
+            hidden += engine.scheduler._policy.slot_of.get(scheduled[victims[-1]]) != slot
     assert victims
     assert hidden, "no victim was in another slot than the visited one"
     assert {id: len(tokens) for id, tokens in engine.tokens.items()} == outputs

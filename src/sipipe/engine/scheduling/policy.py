@@ -15,6 +15,9 @@ sequences are therefore never in flight when its turn comes. The rules, per visi
          as it takes; a closed slot only carries prompts.
 *prefill* Prompt chunks belong to no slot. Their size is :class:`PrefillThrottle`'s business.
 
+A visit looks at the sequences of its own slot and at those that come and leave: what it costs does
+not grow with the number of slots. Of other slots it has what it saw at their own visits.
+
 Nothing here knows vLLM, time or threads; a test or the simulator drives it step by step.
 SiPipe paper, "Column-Wise CPU Sampling via Metadata Reuse": the reuse rests on these slots.
 
@@ -29,8 +32,8 @@ Guarantees (``tests/engine/scheduling/test_policy.py`` holds them over random hi
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
@@ -41,7 +44,8 @@ from sipipe.engine.scheduling.times import Load, Prices
 class Sequence(NamedTuple):
     """A running sequence whose whole prompt has been scheduled."""
 
-    id: str
+    id: Any
+    """What it is known by: hashable."""
     context: int
     """Tokens in its KV cache: what its attention reads."""
     ready: bool
@@ -56,8 +60,8 @@ class Plan:
 
     slot: int
     """Slot of this visit, 0 to m - 1."""
-    decode: frozenset[str]
-    """Sequences that decode in this microbatch: the slot's members that are ready."""
+    decode: list[Sequence]
+    """What decodes in this microbatch: the slot's members that are ready."""
     prefill: Allowance
     """What of prompts this microbatch may compute on top."""
 
@@ -95,10 +99,11 @@ class SlotPolicy:
             align=align,
             least=least,
         )
-        self.slot_of: dict[str, int] = {}
+        self.slot_of: dict[Any, int] = {}
         """Slot of each decoding sequence; visits change it."""
-        # Invariant: _counts[s] == sum(1 for t in slot_of.values() if t == s) after a visit.
-        self._counts = [0] * slots
+        # Invariant: _members[s] has the keys of slot_of whose value is s, _contexts[s] their sum.
+        self._members: list[dict[Any, int]] = [{} for _ in range(slots)]
+        """Of each slot, with their context at its last visit."""
         self._contexts = [0] * slots
         # Slots 0 to _active - 1 are open. While _resizing, sequences move as many as it takes.
         self._active = 1
@@ -111,19 +116,28 @@ class SlotPolicy:
         """What parts of a microbatch take."""
         return self.controller.prices()
 
+    def follow(self, running: Collection[Any]) -> list[Any]:
+        """Forget who left; those that run and have no slot, in the engine's order."""
+        slot_of = self.slot_of
+        for gone in slot_of.keys() - running:
+            self._forget(gone)
+        return [sequence for sequence in running if sequence not in slot_of]
+
     def visit(
         self,
-        sequences: Iterable[Sequence],
+        joining: list[Sequence],
+        look: Callable[[Any], Sequence | None],
         *,
         pending_prefill: float,
         started_prefill: float = 0.0,
         arriving: int = 0,
         kv_free: float = 1.0,
     ) -> Plan:
-        """Plan the next microbatch.
+        """Plan the next microbatch, after :meth:`follow`.
 
         Args:
-            sequences: Every running sequence whose prompt is scheduled, in the engine's order.
+            joining: Running sequences without a slot whose prompt is scheduled.
+            look: What one with a slot is like now; None: it computes its prompt again.
             pending_prefill: What prompt tokens not yet scheduled take, at :attr:`prices`; of
                 started and waiting requests.
             started_prefill: Of these, those of requests that hold KV cache already.
@@ -133,18 +147,17 @@ class SlotPolicy:
         last, slot = self._slot, self._visits % self.slots
         self._visits += 1
         self._slot = slot
-        members, unplaced = self._reconcile(sequences)
-        decoding = len(self.slot_of) + len(unplaced)
+        members = self._look(slot, look)
+        decoding = len(self.slot_of) + len(joining)
         self._open_slots(decoding, _fitting(arriving, decoding, kv_free))
-        for index, sequence in enumerate(unplaced):
-            self._join(sequence, last, to_come=len(unplaced) - index + arriving)
-            members[self.slot_of[sequence.id]].append(sequence)
-        self._rebalance(slot, members[slot])
-        ready = [
-            sequence
-            for sequence in members[slot]
-            if sequence.ready and self.slot_of[sequence.id] == slot
-        ]
+        for index, sequence in enumerate(joining):
+            self._join(sequence, last, to_come=len(joining) - index + arriving)
+            if self.slot_of[sequence.id] == slot:
+                members.append(sequence)
+        self._rebalance(slot, members)
+        ready = [sequence for sequence in members if sequence.ready]
+        if len(self._members[slot]) != len(members):  # some have moved
+            ready = [sequence for sequence in ready if sequence.id in self._members[slot]]
         rows = sum([sequence.rows for sequence in ready])
         context = sum([sequence.rows * sequence.context for sequence in ready])
         prefill = self._throttle.allow(
@@ -158,29 +171,19 @@ class SlotPolicy:
             slots=self._active,
             measured=self.controller.measured,
         )
-        decode = frozenset([sequence.id for sequence in ready])
-        return Plan(slot=slot, decode=decode, prefill=prefill)
+        return Plan(slot=slot, decode=ready, prefill=prefill)
 
-    def _reconcile(
-        self, sequences: Iterable[Sequence]
-    ) -> tuple[list[list[Sequence]], list[Sequence]]:
-        """Forget who left; returns the members of each slot and those without a slot."""
-        members: list[list[Sequence]] = [[] for _ in range(self.slots)]
-        contexts = [0] * self.slots
-        unplaced: list[Sequence] = []
-        kept: dict[str, int] = {}
-        for sequence in sequences:
-            slot = self.slot_of.get(sequence.id)
-            if slot is not None:
-                kept[sequence.id] = slot
-                members[slot].append(sequence)
-                contexts[slot] += sequence.context
+    def _look(self, slot: int, look: Callable[[Any], Sequence | None]) -> list[Sequence]:
+        """The members of ``slot`` as they are now."""
+        found = []
+        for id in list(self._members[slot]):
+            if (sequence := look(id)) is None:
+                self._forget(id)
             else:
-                unplaced.append(sequence)
-        self.slot_of = kept
-        self._counts = [len(slot_members) for slot_members in members]
-        self._contexts = contexts
-        return members, unplaced
+                found.append(sequence)
+        self._members[slot] = {sequence.id: sequence.context for sequence in found}
+        self._contexts[slot] = sum(self._members[slot].values())
+        return found
 
     def _open_slots(self, sequences: int, arriving: int) -> None:
         """Decide how many slots are open for ``sequences`` and those that come soon: by
@@ -199,13 +202,14 @@ class SlotPolicy:
             self._active = self.slots
         if self._active != before:
             self._resizing = True
-        elif self._resizing and not any(self._counts[before:]):
-            self._resizing = max(self._counts) - min(self._counts[:before]) > 1
+        elif self._resizing and not any(self._members[before:]):
+            counts = [len(members) for members in self._members[:before]]
+            self._resizing = max(counts) - min(counts) > 1
 
     def _join(self, sequence: Sequence, last: int, to_come: int) -> None:
         """Place a sequence whose prompt ended at the previous visit, that of slot ``last``."""
         share = -(-(len(self.slot_of) + to_come) // self._active)
-        if last < self._active and self._counts[last] < share:
+        if last < self._active and len(self._members[last]) < share:
             slot = last
         else:
             slot = self._lightest(last)
@@ -217,7 +221,7 @@ class SlotPolicy:
         return min(
             range(self._active),
             key=lambda slot: (
-                self._counts[slot],
+                len(self._members[slot]),
                 self._contexts[slot] // unit,
                 (slot - origin) % self.slots,
             ),
@@ -231,7 +235,7 @@ class SlotPolicy:
         closing = visited >= self._active
         while candidates and (self._resizing or moved < self.settings.max_moves):
             target = self._lightest(visited)
-            surplus = self._counts[visited] - self._counts[target]
+            surplus = len(self._members[visited]) - len(self._members[target])
             if target == visited or (surplus < 1 and not closing):
                 break
             # Cost of a decode step in tokens of context: a sequence counts as ``unit`` of them.
@@ -244,15 +248,18 @@ class SlotPolicy:
             if surplus == 1 and not closing and gap - left < unit:
                 break
             sequence = candidates.pop(best)
-            self._counts[visited] -= 1
-            self._contexts[visited] -= sequence.context
+            self._forget(sequence.id)
             self._place(sequence, target)
             moved += 1
 
     def _place(self, sequence: Sequence, slot: int) -> None:
         self.slot_of[sequence.id] = slot
-        self._counts[slot] += 1
+        self._members[slot][sequence.id] = sequence.context
         self._contexts[slot] += sequence.context
+
+    def _forget(self, id: Any) -> None:
+        slot = self.slot_of.pop(id)
+        self._contexts[slot] -= self._members[slot].pop(id)
 
 
 def _fitting(arriving: int, decoding: int, kv_free: float) -> int:

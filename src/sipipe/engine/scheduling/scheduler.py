@@ -5,9 +5,9 @@ microbatches are whatever the first steps happened to catch: 62 and 2 sequences,
 :class:`PipelineScheduler` inherits everything and decides only what may enter *this* microbatch,
 through three things that vLLM's ``schedule`` already looks at:
 
-- ``Request.next_decode_eligible_step``: a running request of another slot is told to wait for
-  a later step. It stays in ``running``, in its place, so that preemption, priorities, request
-  limits and statistics see exactly what they see without us.
+- ``Request.next_decode_eligible_step``: a running request with a slot is told to wait for a step
+  that never comes, but at its slot's visit. It stays in ``running``, in its place, so that
+  preemption, priorities, request limits and statistics see exactly what they see without us.
 - ``max_num_scheduled_tokens``, lowered for the length of the call to the slot's decode tokens
   plus the prefill allowance.
 - ``_reserve_prefill_lookahead`` and ``_mamba_block_aligned_split``, which clip a prefill chunk,
@@ -25,6 +25,8 @@ only the evenness suffers. Runs in the EngineCore process, on its main thread on
 """
 
 import itertools
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from vllm import envs
@@ -32,7 +34,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.choose import model_facts
@@ -40,6 +42,9 @@ from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, usual
+
+NEVER = sys.maxsize
+"""As a step."""
 
 
 class PipelineScheduler(Scheduler):
@@ -77,6 +82,10 @@ class PipelineScheduler(Scheduler):
         )
         # Of the schedule() call in progress; None outside.
         self._allowance: Allowance | None = None
+        self._prompts: list[Request] = []
+        """Running requests that compute their prompts, at the last visit ..."""
+        self._prompts_wait = False
+        """... and whether there were such tokens, of these or of waiting requests."""
         self._adapter_last_step: dict[int, int] = {}
         # Whether the last visit found nothing to run; whether a batch has come back right after.
         self._empty = self._came_back = False
@@ -89,16 +98,18 @@ class PipelineScheduler(Scheduler):
         if self._policy.slots == 1:
             return super().schedule(throttle_prefills)
         plan = self._visit()
-        decode_tokens = self._hide_other_slots(plan)
+        decode_tokens = self._show(plan)
         limit = self.max_num_scheduled_tokens
         if self._cuts_chunks:
             self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill.tokens)
-        self._allowance = plan.prefill
+        self._allowance = plan.prefill if self._prompts_wait else None
         try:
             output = super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = limit
             self._allowance = None
+            for sequence in plan.decode:
+                sequence.id.next_decode_eligible_step = NEVER
         self.load = plan.prefill.formed(
             output.num_scheduled_tokens, output.total_num_scheduled_tokens
         )
@@ -133,19 +144,18 @@ class PipelineScheduler(Scheduler):
 
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""
-        sequences: list[Sequence] = []
+        joining: list[Sequence] = []
+        self._prompts = prompts = list[Request]()
         prices = self._policy.prices
         started, arriving = 0.0, 0
-        for request in self.running:
-            pending = _pending_tokens(request)
-            if _is_prefilling(request, pending):
-                started += prices.chunk(request.num_computed_tokens, pending)
-                arriving += 1
-            else:
-                context = request.num_computed_tokens
-                sequences.append(
-                    Sequence(request.request_id, context, pending > 0, max(pending, 1))
-                )
+        for request in self._policy.follow(self.running):
+            if (sequence := _decoding(request)) is not None:
+                joining.append(sequence)
+                request.next_decode_eligible_step = NEVER
+                continue
+            prompts.append(request)
+            started += prices.chunk(request.num_computed_tokens, _pending_tokens(request))
+        arriving = len(prompts)
         for request in self.kv_holding_waiting:
             left = max(1, request.num_tokens - request.num_computed_tokens)
             started += prices.chunk(request.num_computed_tokens, left)
@@ -159,29 +169,27 @@ class PipelineScheduler(Scheduler):
                 continue
             waits += prices.chunk(0, request.num_tokens)
             arriving += 1
+        self._prompts_wait = waits > 0
         return self._policy.visit(
-            sequences,
+            joining,
+            _decoding,
             pending_prefill=waits,
             started_prefill=started,
             arriving=arriving,
             kv_free=1.0 - self.kv_cache_manager.usage,
         )
 
-    def _hide_other_slots(self, plan: Plan) -> int:
-        """Make requests outside the plan wait a step; returns the tokens of those inside."""
-        # schedule() compares with the step number after its own increment.
-        later = self.current_step + 2
+    def _show(self, plan: Plan) -> int:
+        """Let what the plan has enter, and prompts; returns the tokens of those that decode."""
         adapters = self._allowed_adapters(plan)
+        for request in self._prompts:
+            enters = adapters is None or _adapter(request) in adapters
+            request.next_decode_eligible_step = 0 if enters else NEVER
         tokens = 0
-        for request in self.running:
-            pending = _pending_tokens(request)
-            prefills = _is_prefilling(request, pending)
-            enters = prefills or request.request_id in plan.decode
-            if enters and adapters is not None:
-                enters = _adapter(request) in adapters
-            if enters and not prefills:
-                tokens += pending
-            request.next_decode_eligible_step = 0 if enters else later
+        for sequence in plan.decode:
+            if adapters is None or _adapter(sequence.id) in adapters:
+                sequence.id.next_decode_eligible_step = 0
+                tokens += sequence.rows
         return tokens
 
     def _allowed_adapters(self, plan: Plan) -> set[int] | None:
@@ -193,13 +201,8 @@ class PipelineScheduler(Scheduler):
         """
         if self.lora_config is None:
             return None
-        wanted: set[int] = set()
-        for request in self.running:
-            if request.request_id in plan.decode or _is_prefilling(
-                request, _pending_tokens(request)
-            ):
-                wanted.add(_adapter(request))
-        wanted.discard(0)
+        entering: Iterable[Request] = [*(sequence.id for sequence in plan.decode), *self._prompts]
+        wanted = {_adapter(request) for request in entering} - {0}
         oldest = sorted(wanted, key=lambda adapter: self._adapter_last_step.get(adapter, 0))
         allowed = oldest[: self.lora_config.max_loras]
         present = {_adapter(request) for request in self.running}
@@ -213,7 +216,7 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # schedule() asks this of every chunk, after all other caps and right before allocating.
-        allowance = None if _is_decoding(request) else self._allowance
+        allowance = self._allowance if request not in self._policy.slot_of else None
         if allowance is not None:
             num_new_tokens = self._clip(allowance, request, num_computed_tokens, num_new_tokens)
         tokens: int = super()._reserve_prefill_lookahead(
@@ -228,7 +231,7 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         # Clip before the alignment: a clip after it would end chunks inside a block.
-        if self._allowance is not None and not _is_decoding(request):
+        if self._allowance is not None and request not in self._policy.slot_of:
             start = request.num_computed_tokens + sum(args)
             num_new_tokens = self._clip(self._allowance, request, start, num_new_tokens)
         tokens: int = super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
@@ -250,15 +253,12 @@ def _pending_tokens(request: Request) -> int:
     return pending
 
 
-def _is_prefilling(request: Request, pending: int) -> bool:
-    """Whether a running request still computes its prompt (or, after a KV loss, again)."""
-    return bool(request.is_prefill_chunk) or pending > 1 + len(request.spec_token_ids)
-
-
-def _is_decoding(request: Request) -> bool:
-    return request.status == RequestStatus.RUNNING and not _is_prefilling(
-        request, _pending_tokens(request)
-    )
+def _decoding(request: Request) -> Sequence | None:
+    """What decodes, as the policy sees it; None: it computes its prompt (or, after a KV loss, again)."""
+    pending = _pending_tokens(request)
+    if request.is_prefill_chunk or pending > 1 + len(request.spec_token_ids):
+        return None
+    return Sequence(request, request.num_computed_tokens, pending > 0, pending or 1)
 
 
 def _adapter(request: Request) -> int:
