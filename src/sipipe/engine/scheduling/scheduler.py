@@ -98,7 +98,7 @@ class PipelineScheduler(Scheduler):
         if self._policy.slots == 1:
             return super().schedule(throttle_prefills)
         plan = self._visit()
-        decode_tokens = self._show(plan)
+        decode_tokens = self._let_in(plan)
         limit = self.max_num_scheduled_tokens
         if self._cuts_chunks:
             self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill.tokens)
@@ -179,7 +179,7 @@ class PipelineScheduler(Scheduler):
             kv_free=1.0 - self.kv_cache_manager.usage,
         )
 
-    def _show(self, plan: Plan) -> int:
+    def _let_in(self, plan: Plan) -> int:
         """Let what the plan has enter, and prompts; returns the tokens of those that decode."""
         adapters = self._allowed_adapters(plan)
         for request in self._prompts:
