@@ -44,6 +44,7 @@ MEASURED = {
     "trace-served": (*SERVED, *_RECORDED),
     "transfer": ("sipipe/ipc/link",),
     "vocabulary-gpus": _EMULATED,
+    "waking": ("sipipe/cores.py",),
 }
 """By the beginning of a result's name, the longest that fits; all others are of served engines."""
 

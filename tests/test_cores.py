@@ -2,6 +2,8 @@
 
 import math
 import os
+import platform
+import re
 import socket
 import subprocess
 import sys
@@ -333,6 +335,28 @@ def test_threads_that_are_there_and_later_ones_are_bound():
         "one = {max(os.sched_getaffinity(0))}; bind_threads(one); go.set(); before.join()\n"
         "after = threading.Thread(target=look); after.start(); after.join()\n"
         "assert seen == [one, one], seen\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+
+
+@pytest.mark.skipif(LINUX < (6, 12) or platform.machine() != "x86_64", reason="of Linux 6.12 on")
+def test_threads_that_are_there_and_later_ones_run_soon_and_keep_their_priority():
+    program = (
+        "import ctypes, os, struct, threading; from sipipe.cores import run_soon\n"
+        "def look():\n"
+        "    said = ctypes.create_string_buffer(48)\n"
+        "    assert not ctypes.CDLL(None).syscall(315, 0, said, 48, 0)\n"
+        "    _, policy, _, nice, _, slice_ns, _, _ = struct.unpack('=IIQiIQQQ', said)\n"
+        "    return policy, nice, slice_ns\n"
+        "os.nice(3); go, seen = threading.Event(), []\n"
+        "see = lambda: (go.wait(), seen.append(look()))\n"
+        "before = threading.Thread(target=see); before.start()\n"
+        "run_soon(); go.set(); before.join()\n"
+        "after = threading.Thread(target=see); after.start(); after.join()\n"
+        "assert [look(), *seen] == [(0, 3, 100_000)] * 3, seen\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

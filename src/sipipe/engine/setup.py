@@ -25,7 +25,15 @@ from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
 from sipipe.config import CorePlacement, SiPipeConfig
-from sipipe.cores import CorePlan, claimed, format_cpus, plan_cores, share_of, this_machine
+from sipipe.cores import (
+    CorePlan,
+    claimed,
+    format_cpus,
+    plan_cores,
+    run_soon,
+    share_of,
+    this_machine,
+)
 from sipipe.engine import compatibility
 from sipipe.engine.compatibility import STOCK_WORKERS
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
@@ -252,11 +260,14 @@ class Setup:
             yield
 
     def bind_scheduler(self) -> None:
-        """Bind this process to the scheduler's cores, if it is vLLM's own engine process. Called once
-        all other processes run: they would inherit the binding. An engine inside the user's process is
-        left alone."""
+        """Bind this process to the scheduler's cores, where it runs soon, if it is vLLM's own engine
+        process. Called once all other processes run: they would inherit the binding. An engine inside
+        the user's process is left alone."""
         cores = self.cores
-        if cores.scheduler and not cores.shared and multiprocessing.parent_process() is not None:
+        if multiprocessing.parent_process() is None:
+            return
+        run_soon()
+        if cores.scheduler and not cores.shared:
             os.sched_setaffinity(0, cores.scheduler)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sipipe.cores import run_soon
 from sipipe.errors import SiPipeError
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherSender
@@ -298,6 +299,7 @@ def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
         if boot.measure:
             measured = measure(boot.measure, boot.settings.vocab_size, boot.bic_l.shape.dtype)
         parent.say(Ready(measured))
+        run_soon()
         sampler.run(boot.snapshot)
     except (ChannelClosed, SystemExit):
         pass

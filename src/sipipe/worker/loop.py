@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from sipipe.cores import bind_threads
+from sipipe.cores import bind_threads, run_soon
 from sipipe.messages import calls
 from sipipe.worker.links import Links
 from sipipe.worker.loaded_stage import LoadedStage
@@ -58,6 +58,7 @@ class StageLoop:
         around = self._around
         if around.boot.cpus:  # not before: compilers and warm-up may take all cores
             bind_threads(around.boot.cpus)
+            run_soon()
         self._links = Links.open(around.boot.place, request.links, self._sockets, around.fail)
         if request.logits is None:
             self._loaded.draw_here()
