@@ -293,7 +293,7 @@ def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(prepared, s
             assert [inputs.req_ids[row] for row in inputs.logits_rows] == told.sampled
             theirs.finish(expected[0])
         for name, token in scheduler.sample(output, requests).items():
-            tracker.record(iteration, name, token)
+            tracker.record(iteration, [(name, [token])])
 
 
 def decode_output(names, computed, tokens, finished=()):

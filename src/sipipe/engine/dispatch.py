@@ -109,6 +109,7 @@ class Dispatcher:
                     parts = [b"", *out_of_band(output)]
                 slot = iteration.slot or 0
                 self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=slot)
+        self._telemetry.poll()
         return iteration.future
 
 

@@ -6,6 +6,7 @@ sends what its processes wrote. The recorder writes a trace file where the setti
 """
 
 import uuid
+from collections.abc import Callable
 
 import msgspec
 import vllm
@@ -76,6 +77,9 @@ class Telemetry(Figures):
     def __init__(self, setup: Setup, samplers: int) -> None:
         super().__init__(setup, samplers, uuid.uuid4().hex)
         self._samplers = samplers
+        self.poll: Callable[[], None] = lambda: None
+        """:meth:`.MeasuredTimes.poll`, where the scheduler goes by such times: called while an
+        iteration is out, when the engine's thread has the time."""
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
         self._recorder = record_process(self.watched, "executor")
@@ -104,7 +108,9 @@ class Telemetry(Figures):
 
     def measured_times(self, controller: ConcurrencyController) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""
-        return MeasuredTimes(controller, self._page, samplers=self._samplers)
+        times = MeasuredTimes(controller, self._page, samplers=self._samplers)
+        self.poll = times.poll
+        return times
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""

@@ -50,8 +50,6 @@ class ObservedScheduler:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
-        if self._times is not None:
-            self._times.poll()
         self._show(began)
         self._speculation.fit()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
