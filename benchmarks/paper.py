@@ -276,7 +276,8 @@ def _shown(
         if (load, name) not in by_row:  # bench has said why
             continue
         starts = found["engines"][name]["starts"]
-        runs = [each for s in starts for each in s["runs"][load]]
+        all_runs = [item for start in starts for item in start["runs"].items()]
+        runs = [each for key, some in all_runs if key.split()[:2] == load.split() for each in some]
         speeds = [run["output_throughput"] for run in runs]
         medians[load, name] = statistics.median(speeds)
         drawn = {

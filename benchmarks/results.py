@@ -38,7 +38,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import timeline
+from benchmarks import curves, timeline
 from benchmarks.goals import GIVEN_UP, GOALS
 from benchmarks.harness import BUILD, cell
 from benchmarks.sources import changed, sources
@@ -91,13 +91,16 @@ def _count(found: dict[str, list[str]]) -> str:
 
 def pictures() -> dict[str, str]:
     """By path the pictures (SVG) that pages show, as the kept results have them."""
-    return {
-        f"docs/pictures/{path.stem}-{scheme}.svg": timeline.draw(
-            json.loads(path.read_text())["rows"], scheme
-        )
-        for path in RESULTS.glob("timeline.json")
-        for scheme in timeline.INKS
-    }
+    kept = {path.stem: path for path in RESULTS.glob("*.json")}
+    over = {name: _kept(name) for name in curves.PANELS if name in kept}
+    found = {}
+    for scheme in timeline.INKS:
+        if "timeline" in kept:
+            drawn = timeline.draw(_kept("timeline")["rows"], scheme)
+            found[f"docs/pictures/timeline-{scheme}.svg"] = drawn
+        if over:
+            found[f"docs/pictures/load-{scheme}.svg"] = curves.draw(over, scheme)
+    return found
 
 
 def _table(match: re.Match[str]) -> str:

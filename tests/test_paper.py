@@ -40,7 +40,7 @@ def measured(monkeypatch, tmp_path):
         run = {"output_throughput": 10.0 + len(started), "span": [0.0, 1.0]} | {
             f"p{q}_{metric}_ms": float(q) for q in paper.PERCENTILES for metric in ("ttft", "tpot")
         }
-        loads = [f"{way} {count}" for way, count, _ in job["loads"]]
+        loads = [f"{way} {count}" for way, count, *_ in job["loads"]]
         return START | {"runs": {load: [run] * job["repeat"] for load in loads}}
 
     def run(command, **_):

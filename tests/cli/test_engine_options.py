@@ -138,8 +138,11 @@ def started(monkeypatch):
         } | {f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")}
         answers = [[1, 2], [3, 5 if name.startswith("stock") else 4]]
         runs = {
-            f"{way} {count} {prompt or ''}".rstrip(): [run] * job["repeat"]
-            for way, count, prompt in job["loads"]
+            f"{way} {count}" + f" prompt={prompt}" * bool(prompt) + f" rate={rate}" * bool(rate): [
+                run
+            ]
+            * job["repeat"]
+            for way, count, prompt, rate in job["loads"]
         }
         return START | {"answers": answers, "runs": runs}
 
@@ -155,15 +158,17 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     monkeypatch.setattr(bench, "this_machine", lambda: cores)
     argv = ["m", "-pp", "2", "--layers", "7,1", "--samplers", "2", "--max-model-len", "99"]
     argv += ["--row", "traced=stock --pp 4 --worker-cls 'a b'", "--row", "one=--samplers 1"]
-    argv += ["--rate", "2", "--goodput", "ttft:500,tpot:50"]
+    argv += ["--rate", "2,8", "--goodput", "ttft:500,tpot:50"]
     bench.main([*argv, "--url", "other=http://host:1/"])
     names = ["sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut"]
     names += ["traced", "one", "other"]
     assert [name for name, _ in started] == names + names[::-1]
     jobs = dict(started)
     for name, job in jobs.items():
-        assert job["load"][-6:-3] == ["--ignore-eos", "--request-rate", "2.0"]
-        assert job["load"][-3:] == ["--goodput", "ttft:500", "tpot:50"]
+        assert job["load"][-4:] == ["--ignore-eos", "--goodput", "ttft:500", "tpot:50"]
+        assert job["loads"] == [
+            (way, 64, 0, rate) for rate in (2.0, 8.0) for way in ("greedy", "chat")
+        ]
         if name == "other":
             assert (job["command"], job["url"]) == ([], "http://host:1")
             continue

@@ -120,7 +120,12 @@ def job(url, model, **more):
             "5",
             "--ignore-eos",
         ],
-        "loads": [("greedy", 3, 0), ("hot", 3, 0), ("greedy", 2, 12), ("hot", 2, 12)],
+        "loads": [
+            ("greedy", 3, 0, 0),
+            ("hot", 3, 0, 99.0),
+            ("greedy", 2, 12, 0),
+            ("hot", 2, 12, 99),
+        ],
         "repeat": 2,
         "draws": 512,
     }
@@ -131,7 +136,12 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     found = load.run(job(url, model))
     assert Server.keys == {"Bearer secret"}, "ours and vLLM's client send the same"
-    assert list(found["runs"]) == ["greedy 3", "hot 3", "greedy 2 12", "hot 2 12"]
+    assert list(found["runs"]) == [
+        "greedy 3",
+        "hot 3 rate=99.0",
+        "greedy 2 prompt=12",
+        "hot 2 prompt=12 rate=99",
+    ]
     for name, runs in found["runs"].items():
         assert [run["completed"] for run in runs] == [int(name.split()[1])] * 2
         assert all(run["output_throughput"] > 0 and "p99_tpot_ms" in run for run in runs)
@@ -153,7 +163,7 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
 
 def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, model, monkeypatch):
     monkeypatch.setattr(Server, "refuses", {"logprobs": 400})
-    one = {"loads": [("greedy", 2, 0)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}
+    one = {"loads": [("greedy", 2, 0, 0)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}
     asked = job(url, model, **one)
     asked.load.extend(["--goodput", "ttft:100000", "tpot:100000"])
     found = load.run(asked)

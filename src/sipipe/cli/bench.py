@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", counts, [64], "LIST", "how many (default: 64)")
     ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,chat)"
     add("--sampling", _ways, "greedy,chat", "LIST", ways)
-    add("--rate", at_least(0), None, "N", "requests/s (default: at once)")
+    rates = lambda text: [at_least(0.001)(part) for part in text.split(",")]  # noqa: E731
+    add("--rate", rates, [0], "LIST", "requests/s, each a load (default: at once)")
     limits = "such as ttft:500,tpot:50,e2el:9000 (ms): shows requests/s within all of them"
     add("--goodput", _limits, None, "LIMITS", limits)
     add("--sharegpt", str, None, "FILE", "prompts and lengths of ShareGPT's file")
@@ -264,19 +265,18 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
         how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens[0])]
         how += ["--random-output-len", str(own.tokens)]
     how += ["--ignore-eos"] * (not own.own_end)
-    if own.rate and not own.trace_file:
-        how += ["--request-rate", str(own.rate)]
     if own.goodput:
         how += ["--goodput", *own.goodput]
     several = len(own.prompt_tokens) > 1 and not own.trace_file and not own.sharegpt
     loads = [
-        (way, count, prompt)
+        (way, count, prompt, rate)
         for way, one in own.sampling
         for count in ([one] if one else own.requests)
         for prompt in (own.prompt_tokens if several else [0])
+        for rate in ([0] if own.trace_file else own.rate)
     ]
     return {
-        "mixes": {way: SAMPLING[way] for way, _, _ in loads},
+        "mixes": {way: SAMPLING[way] for way, *_ in loads},
         "load": how,
         "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1:]),
         "repeat": own.repeat,
@@ -332,15 +332,16 @@ def _table(
     stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
     rows = []
     for load in next(iter(found.values()))[0]["runs"]:
-        way, requests, *prompt = load.split(" ")
+        way, requests, *more = load.split(" ")
+        beside = {name: json.loads(value) for name, value in (one.split("=") for one in more)}
         theirs = {other: _speeds(found[other], load)[1] for other in stock}
         for name, starts in found.items():
             low, median, high = _speeds(starts, load)
             runs = [run for start in starts for run in start["runs"][load]]
             row: dict[str, Any] = {"sampling": way, "requests": int(requests), "engine": name}
-            if prompt:
-                row["prompt"] = int(prompt[0])
-                took = [run["completed"] * row["prompt"] / run["duration"] for run in runs]
+            row |= beside
+            if prompt := beside.get("prompt"):
+                took = [run["completed"] * prompt / run["duration"] for run in runs]
                 row["prompt tok/s"] = f"{statistics.median(took):,.0f}"
             row["tok/s"] = f"{median:,.0f}"
             if len(runs) > 1:

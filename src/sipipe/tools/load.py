@@ -60,10 +60,10 @@ class Job:
     """Also where the client's tokenizer is."""
     mixes: dict[str, dict[str, Any]]
     load: list[str]
-    """Options of ``vllm bench serve`` that say what is sent, and when."""
-    loads: list[tuple[str, int, int]]
-    """Of each load the mix; how many requests are sent, at once where ``load`` has no rate; and their
-    prompts' tokens, 0 where ``load`` says how many."""
+    """Options of ``vllm bench serve`` that say what is sent."""
+    loads: list[tuple[str, int, int, float]]
+    """Of each load the mix; how many requests are sent; their prompts' tokens, 0 where ``load`` says how
+    many; and requests a second, 0: at once, or as ``load`` says."""
     repeat: int
     draws: int
     """How many tokens are drawn for the chi-square; 0: no check."""
@@ -73,8 +73,8 @@ def run(job: Job) -> dict[str, Any]:
     """Returns ``startup_s``, and ``wall_s`` with all loads; ``kv_tokens`` that the KV cache holds;
     ``memory_mib`` by process (a shared page's part); ``plan``, SiPipe's lines on cores, layers and who draws;
     ``answers`` and ``draws``, None where the server does not answer these, as ``refused`` says; and
-    ``runs``: by mix, number of requests and prompt tokens ("all 64 8192"; without the last where they
-    are 0) what :meth:`_Client.run` returns, one a repetition.
+    ``runs``: by mix, number of requests, prompt tokens and rate ("all 64 prompt=8192 rate=2.0"; without
+    what is 0) what :meth:`_Client.run` returns, one a repetition.
     """
     began = time.monotonic()
     server, url, log = None, job.url, None
@@ -100,12 +100,13 @@ def run(job: Job) -> dict[str, Any]:
             client.run(params, 3, job.loads[0][2], job.repeat)
         # As it will be measured: microbatches are learnt from it; of a trace a quarter.
         part = 4 if "--self-timed" in job.load else 1
-        for count, prompt in dict.fromkeys((count, prompt) for _, count, prompt in job.loads):
-            client.run(next(iter(job.mixes.values())), -(-count // part), prompt, job.repeat)
+        for count, prompt, rate in dict.fromkeys(tuple(load[1:]) for load in job.loads):
+            client.run(next(iter(job.mixes.values())), -(-count // part), prompt, job.repeat, rate)
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for seed, (name, count, prompt) in itertools.product(range(job.repeat), job.loads):
-            run = client.run(job.mixes[name], count, prompt, seed)
-            runs[f"{name} {count} {prompt or ''}".rstrip()].append(run)
+        for seed, (name, count, prompt, rate) in itertools.product(range(job.repeat), job.loads):
+            run = client.run(job.mixes[name], count, prompt, seed, rate)
+            more = f" prompt={prompt}" * (prompt > 0) + f" rate={rate}" * (rate > 0)
+            runs[f"{name} {count}{more}"].append(run)
         told = r"(?:core plan|layers of the stages|cpu_sampling auto).*"
         plan = re.findall(told, _read(log) if log else "")
         found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
@@ -170,13 +171,16 @@ class _Client:
         self._argv += ["--percentile-metrics", "ttft,tpot,itl,e2el"]
         self._argv += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
 
-    def run(self, params: dict[str, Any], count: int, prompt: int, seed: int) -> dict[str, Any]:
+    def run(
+        self, params: dict[str, Any], count: int, prompt: int, seed: int, rate: float = 0
+    ) -> dict[str, Any]:
         """One load, whose prompts ``seed`` chooses: speeds, and times to the first token and per
         output token, as ``vllm bench serve`` saves them; its ``span`` on the monotonic clock, seconds."""
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(count), "--seed", str(seed)]
         argv += ["--random-input-len", str(prompt)] * bool(prompt)
+        argv += ["--request-rate", str(rate)] * bool(rate)
         argv += ["--extra-body", json.dumps(params)]
         args: argparse.Namespace = self._parser.parse_args(argv)
         began = time.monotonic()
