@@ -1,7 +1,7 @@
 """A picture of what is served over load, from three kept results of ``sipipe bench``.
 
     python -m benchmarks.curves MODEL                          measures: 12 minutes with SmolLM2
-    python -m benchmarks.results --keep bench-requests bench-rates bench-prompts
+    python -m benchmarks.results --keep load-requests load-rates load-prompts
     python -m benchmarks.results                               draws it anew from what is kept
 
 Tokens/s over requests at once, time per output token over requests a second, time to the first token
@@ -41,21 +41,21 @@ class Panel(NamedTuple):
 
 
 PANELS = {
-    "bench-requests": Panel(
+    "load-requests": Panel(
         "--sampling chat --requests 1,4,16,64,256 --prompt-tokens 16 --tokens 32 --repeat 1",
         "output tokens/s",
         "requests at once",
         "requests",
         "tok/s",
     ),
-    "bench-rates": Panel(
+    "load-rates": Panel(
         "--sampling chat --requests 40 --rate 1,2,4,8,16 --prompt-tokens 64 --tokens 48 --repeat 1",
         "ms per output token (median)",
         "requests a second",
         "rate",
         "TPOT p50",
     ),
-    "bench-prompts": Panel(
+    "load-prompts": Panel(
         "--sampling greedy --requests 1 --prompt-tokens 64,256,1024,1900 --tokens 2 --repeat 3",
         "ms to the first token (median)",
         "tokens of the prompt",
@@ -130,12 +130,15 @@ def main() -> None:
     parser.add_argument("--only", choices=PANELS, help="one of the three")
     options = parser.parse_args()
     for name in [options.only] if options.only else PANELS:
-        words = ["bench", options.model, *USUAL.split(), *PANELS[name].options.split(), "--json"]
+        panel = PANELS[name]
+        words = ["bench", options.model, *USUAL.split(), *panel.options.split(), "--json"]
         said = subprocess.run(
             [sys.executable, "-P", "-m", "sipipe", *words], check=True, stdout=subprocess.PIPE
         )
         found = json.loads(said.stdout)
-        found["engines"] = {}  # the client's own figures, of each request
+        del found["engines"]  # which have the client's own figures
+        shown = ["requests", panel.x, "tok/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+        found["columns"] = ["engine", *dict.fromkeys(shown)]
         BUILD.mkdir(parents=True, exist_ok=True)
         (BUILD / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -100,7 +100,8 @@ def run(job: Job) -> dict[str, Any]:
             client.run(params, 3, job.loads[0][2], job.repeat)
         # As it will be measured: microbatches are learnt from it; of a trace a quarter.
         part = 4 if "--self-timed" in job.load else 1
-        for count, prompt, rate in dict.fromkeys(tuple(load[1:]) for load in job.loads):
+        sizes = ((count, prompt, rate) for _, count, prompt, rate in job.loads)
+        for count, prompt, rate in dict.fromkeys(sizes):
             client.run(next(iter(job.mixes.values())), -(-count // part), prompt, job.repeat, rate)
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for seed, (name, count, prompt, rate) in itertools.product(range(job.repeat), job.loads):
