@@ -50,14 +50,14 @@ PANELS = {
     ),
     "load-rates": Panel(
         "--sampling chat --requests 40 --rate 1,2,4,8,16 --prompt-tokens 64 --tokens 48 --repeat 1",
-        "ms per output token (median)",
+        "ms per output token",
         "requests a second",
         "rate",
         "TPOT p50",
     ),
     "load-prompts": Panel(
         "--sampling greedy --requests 1 --prompt-tokens 64,256,1024,1900 --tokens 2 --repeat 3",
-        "ms to the first token (median)",
+        "ms to the first token",
         "tokens of the prompt",
         "prompt",
         "TTFT p50",
