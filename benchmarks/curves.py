@@ -1,6 +1,6 @@
 """A picture of what is served over load, from three kept results of ``sipipe bench``.
 
-    python -m benchmarks.curves MODEL                          measures: 12 minutes with SmolLM2
+    python -m benchmarks.curves MODEL                          measures: 25 minutes with SmolLM2
     python -m benchmarks.results --keep load-requests load-rates load-prompts
     python -m benchmarks.results                               draws it anew from what is kept
 

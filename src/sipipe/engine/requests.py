@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 MOST_IDS = 1 << 14
 """Of clients that are remembered: a megabyte."""
-_ALONE = (-1,)
 ON_DEVICE = -1
 """In place of a sampler's number: the last stage's device draws, and no sampler hears of it."""
 
@@ -223,7 +222,7 @@ class RequestTracker:
             if request.sampler == ON_DEVICE:
                 on_device.append(request_id)
                 continue
-            for follower in (-1, *behind) if behind else _ALONE:
+            for follower in (-1, *behind):
                 sampled.append(request_id)
                 rows.append(request.handle)
                 owners.append(request.sampler)

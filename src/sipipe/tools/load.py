@@ -63,7 +63,7 @@ class Job:
     """Options of ``vllm bench serve`` that say what is sent."""
     loads: list[tuple[str, int, int, float]]
     """Of each load the mix; how many requests are sent; their prompts' tokens, 0 where ``load`` says how
-    many; and requests a second, 0: at once, or as ``load`` says."""
+    many; and requests a second, 0: at once, or as a trace has them."""
     repeat: int
     draws: int
     """How many tokens are drawn for the chi-square; 0: no check."""

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 from sipipe.engine.iterations import Iterations
-from sipipe.engine.scheduling.observed_scheduler import observed
+from sipipe.engine.scheduling.observed_scheduler import ObservedScheduler, observed
+from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.observe.live import Word
 
 
@@ -96,3 +97,9 @@ def test_an_engine_with_the_configuration_of_one_before_has_its_own_class():
     again = observed(first, **own | {"tracker": 4})
     assert again.__mro__[1:] == first.__mro__[1:]
     assert (first.tracker, again.tracker) == (3, 4)
+
+
+def test_the_mixin_covers_nothing_of_a_scheduler_unintended():
+    """Its own names are none of our scheduler's, nor of vLLM's."""
+    own = {name for name in vars(ObservedScheduler) if not name.startswith("__")}
+    assert own & set(dir(PipelineScheduler)) == {"add_request", "schedule", "update_from_output"}

@@ -297,6 +297,21 @@ def test_decodes_have_their_time_whatever_prompts_are_pending():
         assert took < 10.5e-3, "a third of the target: three microbatches go round"
 
 
+def test_a_sequence_that_computes_its_prompt_again_leaves_its_slot():
+    policy = slot_policy(2, 100)
+    both = {id: Sequence(id, 5, True) for id in "ab"}
+    visit(policy, both.values(), pending_prefill=0)
+    (lost,) = (id for id, slot in policy.slot_of.items() if slot == 1)
+    policy.follow(both)
+    plan = policy.visit([], lambda id: None if id == lost else both[id], pending_prefill=0)
+    assert plan.slot == 1
+    assert not plan.decode
+    assert lost not in policy.slot_of
+    assert policy.follow(both) == [lost], "as one that has just come"
+    policy.visit([both[lost]], both.get, pending_prefill=0)
+    assert counts(policy) == (1, 1)
+
+
 def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
     policy = slot_policy(2, 100)
     visit(policy, [Sequence("a", 5, True)], pending_prefill=0)

@@ -15,8 +15,8 @@ sequences are therefore never in flight when its turn comes. The rules, per visi
          as it takes; a closed slot only carries prompts.
 *prefill* Prompt chunks belong to no slot. Their size is :class:`PrefillThrottle`'s business.
 
-A visit looks at the sequences of its own slot and at those that come and leave: what it costs does
-not grow with the number of slots. Of other slots it has what it saw at their own visits.
+A visit looks at the sequences of its own slot and at those that come and leave; of all others only
+at whether they still run. Of other slots it has what it saw at their own visits.
 
 Nothing here knows vLLM, time or threads; a test or the simulator drives it step by step.
 SiPipe paper, "Column-Wise CPU Sampling via Metadata Reuse": the reuse rests on these slots.

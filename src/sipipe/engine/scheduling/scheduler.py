@@ -147,7 +147,7 @@ class PipelineScheduler(Scheduler):
         joining: list[Sequence] = []
         self._prompts = prompts = list[Request]()
         prices = self._policy.prices
-        started, arriving = 0.0, 0
+        started = 0.0
         for request in self._policy.follow(self.running):
             if (sequence := _decoding(request)) is not None:
                 joining.append(sequence)
