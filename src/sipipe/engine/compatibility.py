@@ -86,6 +86,27 @@ def check_features(vllm_config: VllmConfig) -> None:
     check_speculation(vllm_config)
 
 
+def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
+    """How many microbatches are scheduled before the tokens that they need have come: vLLM's
+    ``--async-scheduling``, ``asked``; None: as many as may be. Raises UnsupportedError: what was asked
+    for cannot be."""
+    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    against = {
+        "drafts, which come with the tokens": vllm_config.speculative_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
+        "pooling models": vllm_config.model_config.runner_type == "pooling",
+        "diffusion models": vllm_config.model_config.is_diffusion,
+        '"inflight" of 1': vllm_config.max_concurrent_batches == 1,
+        "a scheduler that is not SiPipe's": config.scheduler != "pipeline"
+        or vllm_config.scheduler_config.scheduler_cls is not None,
+    }
+    reason = next((reason for reason, holds in against.items() if holds), "")
+    if asked and reason:
+        raise UnsupportedError(f"--async-scheduling: not with {reason}: leave one of the two out")
+    return int(asked is not False and not reason)
+
+
 def check_stages(vllm_config: VllmConfig) -> None:
     """Refuse more stages than layers (ConfigError)."""
     stages = vllm_config.parallel_config.pipeline_parallel_size

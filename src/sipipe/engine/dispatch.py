@@ -1,6 +1,8 @@
 """Iterations out: each scheduling output to workers and samplers, in one message of BIC-I.
 
-Runs on the engine thread only.
+Who runs here
+    The engine thread gives iterations and their bitmasks. It publishes them if it can; else the
+    thread does that brings what they wait for (:mod:`sipipe.engine.resolve`).
 
 Invariant: ``bus.order`` is held from the moment the tracker follows a scheduling output until that
 output is on BIC-I, so that a snapshot never holds a change which is still to come.
@@ -64,53 +66,70 @@ class Dispatcher:
     nothing, as the visit of a closed slot does."""
 
     def publish(self, output: SchedulerOutput) -> bool:
-        """Publish one iteration; False if it has no tokens. Such an output is not published: what
-        it tells workers goes with the next one."""
+        """Have one iteration published, now or when its time has come (:meth:`.Iterations.begin`);
+        False if it has no tokens. Such an output is not published: what it tells workers goes with the
+        next one."""
         if output.total_num_scheduled_tokens == 0 and not self.empty:
             if _says_something(output):
                 self._empty.append(output)
             self._last = None
             return False
-        drafts = map(len, output.scheduled_spec_decode_tokens.values())
-        self._iterations.wait_for_room(len(output.num_scheduled_tokens) + sum(drafts))
+        if self._empty:
+            _carry(self._empty, output)
+            self._empty = []
+        self._last = self._iterations.enter(output)
+        self.go_on()
+        return True
+
+    def go_on(self) -> None:
+        """Publish iterations whose time has come. Any thread: an iteration has been entered, or has
+        left."""
         with self._bus.order:
-            if self._empty:
-                _carry(self._empty, output)
-                self._empty = []
-            iteration = self._last = self._iterations.begin(output, self._tracker.advance)
-            if iteration.work.samplers:
-                self._gather.expect(iteration.number, iteration.work.samplers)
-            began = iteration.published = time.monotonic_ns()
-            self._bus.publish(
-                Kind.SCHEDULE,
-                iteration.number,
-                [encode(iteration.work.step), *out_of_band(output)],
-                slot=iteration.slot or 0,
-                logits=(iteration.logits_row, len(iteration.work.sampled)),
-            )
+            while (iteration := self._iterations.begin(self._tracker.advance)) is not None:
+                self._send(iteration)
+
+    def _send(self, iteration: Iteration) -> None:
+        work = iteration.work
+        if work.samplers:
+            self._gather.expect(iteration.number, work.samplers)
+        began = iteration.published = time.monotonic_ns()
+        self._bus.publish(
+            Kind.SCHEDULE,
+            iteration.number,
+            [encode(work.step), *out_of_band(iteration.output)],
+            slot=iteration.slot or 0,
+            logits=(iteration.logits_row, len(work.sampled)),
+        )
         iteration.published = time.monotonic_ns()
         if iteration.scheduled is not None:
             self._telemetry.record(Phase.SCHEDULE, iteration, *iteration.scheduled)
         self._telemetry.record(Phase.DISPATCH, iteration, began, iteration.published)
         self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
-        return True
+        if iteration.asked:
+            self._send_grammar(iteration)
 
     def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """The future of the iteration published last; tells who draws its bitmask first."""
+        """The future of the iteration given last; tells who draws its bitmask first."""
         iteration = self._last
         assert iteration is not None, "sample_tokens without execute_model"
-        work = iteration.work
-        if work.step.grammar:
-            with self._bus.order:
-                if work.samplers:
-                    iteration.grammar = self._tracker.grammar(iteration.number, output)
-                    parts = [encode(iteration.grammar)]
-                else:  # vLLM's sampler draws, on the last stage
-                    parts = [b"", *out_of_band(output)]
-                slot = iteration.slot or 0
-                self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=slot)
+        with self._bus.order:
+            iteration.asked, iteration.bitmask = True, output
+            if iteration.number >= 0:  # else it is sent behind the iteration
+                self._send_grammar(iteration)
         self._telemetry.poll()
         return iteration.future
+
+    def _send_grammar(self, iteration: Iteration) -> None:
+        work = iteration.work
+        if not work.step.grammar:
+            return
+        if work.samplers:
+            iteration.grammar = self._tracker.grammar(iteration.number, iteration.bitmask)
+            parts = [encode(iteration.grammar)]
+        else:  # vLLM's sampler draws, on the last stage
+            parts = [b"", *out_of_band(iteration.bitmask)]
+        slot = iteration.slot or 0
+        self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=slot)
 
 
 def _says_something(output: SchedulerOutput) -> bool:

@@ -115,14 +115,16 @@ class Executor(VllmExecutor):
         non_block: bool = False,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call ``method`` on every worker, after the iterations already published: the results by
+        """Call ``method`` on every worker, after the iterations already scheduled: the results by
         rank, or the one of ``unique_reply_rank``; a future of it with ``non_block``."""
         if method in CHANGE_WEIGHTS and self._shares:
             raise ConfigError(
                 f"{method}: every stage has rows of the output projection, which would not change: "
                 'set "vocabulary": "last" in the sipipe config'
             )
-        future = self._usable().calls.call(method, args, kwargs, unique_reply_rank)
+        pipeline = self._usable()
+        pipeline.iterations.settle()
+        future = pipeline.calls.call(method, args, kwargs, unique_reply_rank)
         if non_block:
             return future
         try:

@@ -1,12 +1,15 @@
 """One record for each scheduling output, from the scheduler until its result has been taken in.
 
 Who runs here
-    The engine thread schedules, begins and finishes iterations; the gather thread and the events
-    thread deliver what samplers and the last stage say of them. All under one lock.
+    The engine thread schedules, enters and finishes iterations; the gather thread and the events
+    thread deliver what samplers and the last stage say of them. Each of them begins those that wait.
+    All under one lock.
 Guarantees
-    The logits of iterations in flight have rows of BIC-L of their own
-    (:mod:`sipipe.engine.logits_room`). A future is resolved once: with the output when all is in, or
-    with what stopped the engine. After :meth:`Iterations.fail` no iteration begins.
+    Iterations begin in the order in which they entered, each when the one of its slot's last turn,
+    and all before that, have left: the tokens that it needs are known then. The logits of iterations in
+    flight have rows of BIC-L of their own (:mod:`sipipe.engine.logits_room`). A future is resolved once:
+    with the output when all is in, or with what stopped the engine. After :meth:`Iterations.fail` none
+    begins.
 Relies on
     EngineCore hands one ``SchedulerOutput`` object to ``execute_model`` and ``update_from_output``;
     that object is how scheduler and executor name the same iteration.
@@ -14,13 +17,14 @@ Relies on
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from sipipe.engine.logits_room import LogitsRoom
@@ -37,6 +41,8 @@ class Iteration:
     output: SchedulerOutput
     slot: int | None = None
     """The microbatch that it is a turn of; the scheduler's, or number mod m."""
+    turn: int = 0
+    """Which turn of all slots it is, empty ones counted; 0 of a scheduler that is not ours."""
     load: Load = field(default_factory=Load)
     """What is in it, if the scheduler is ours."""
     scheduled: tuple[int, int] | None = None
@@ -50,6 +56,10 @@ class Iteration:
     """When it was numbered, in seconds of ``now``; the stall bound counts from here."""
     published: int = 0
     """When it was on BIC-I, in monotonic nanoseconds; the wait for its tokens begins then."""
+    asked: bool = False
+    """Whether EngineCore has asked for its tokens, and brought ..."""
+    bitmask: GrammarOutput | None = None
+    """... what structured output allows."""
     grammar: Grammar | None = None
     tokens: Sequence[Sampled] | None = None
     """What samplers drew, of all of them; None while it is out."""
@@ -59,6 +69,8 @@ class Iteration:
     """Workers that say what their KV connectors have done; 0 without a connector."""
     moved: dict[int, KVConnectorOutput | None] = field(default_factory=dict)
     """That, by rank."""
+    complete: bool = False
+    """All is in."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that fail with this iteration, and why."""
     drafts: dict[str, list[int]] = field(default_factory=dict)
@@ -69,6 +81,12 @@ class Iteration:
 
     def __str__(self) -> str:
         return f"iteration {self.number} waits for {self.late}"
+
+    @property
+    def rows(self) -> int:
+        """Of logits, at most: one for each request, and one for each draft."""
+        drafts = self.output.scheduled_spec_decode_tokens.values()
+        return len(self.output.num_scheduled_tokens) + sum(map(len, drafts))
 
     @property
     def late(self) -> str:
@@ -98,62 +116,76 @@ class Iterations:
         self._room = LogitsRoom(rows)
         # wait: held for moments; nobody waits under it but on its condition, which lets it go
         self._lock = threading.Lock()
-        self._freed = threading.Condition(self._lock)
-        """Notified when an iteration has left its rows, or the engine has failed."""
+        self._none_waits = threading.Condition(self._lock)
+        """Notified when no iteration waits any more, or the engine has failed."""
         # By identity of the scheduling output, which the record keeps alive: from schedule() to
         # update_from_output(). Empty where the scheduler is not ours.
         self._scheduled: dict[int, Iteration] = {}
+        self._waiting: deque[Iteration] = deque()
+        """Entered, and not begun."""
         self._in_flight: dict[int, Iteration] = {}
         self._next = 0
         self._failure: BaseException | None = None
 
     def __len__(self) -> int:
-        """How many are in flight: published and not complete."""
+        """How many are in flight: begun, and not left."""
         return len(self._in_flight)
 
     def drafts(self) -> int:
-        """Rows of drafts that are in flight."""
+        """Rows of drafts that are in flight, or wait."""
         with self._lock:
-            flying = [one.output.scheduled_spec_decode_tokens for one in self._in_flight.values()]
-        return sum(len(drafts) for each in flying for drafts in each.values())
+            out = [*self._in_flight.values(), *self._waiting]
+        return sum(one.rows - len(one.output.num_scheduled_tokens) for one in out)
 
     def scheduled(
-        self, output: SchedulerOutput, slot: int | None, began: int, ended: int
+        self, output: SchedulerOutput, slot: int | None, turn: int, began: int, ended: int
     ) -> Iteration:
         """The scheduler made ``output``: its record."""
-        iteration = Iteration(output, slot, scheduled=(began, ended))
+        iteration = Iteration(output, slot, turn, scheduled=(began, ended))
         with self._lock:
             self._scheduled[id(output)] = iteration
         return iteration
 
-    def wait_for_room(self, rows: int) -> None:
-        """Return when so many ``rows`` of logits of an iteration have a place: hardly ever later,
-        but where requests were aborted in flight and others took their places. Called without
-        ``bus.order``, which who replaces a sampler needs: the wait may be for its tokens."""
-        with self._lock:
-            # wait: that of the iterations which have the rows, `stall_timeout`; the tokens of one,
-            # what fails the engine
-            self._freed.wait_for(
-                lambda: self._failure is not None or self._room.find(rows) is not None
-            )
-
-    def begin(
-        self, output: SchedulerOutput, follow: Callable[[int, SchedulerOutput], Work]
-    ) -> Iteration:
-        """Number an iteration, after :meth:`wait_for_room`; ``follow`` says what it asks of
-        samplers."""
+    def enter(self, output: SchedulerOutput) -> Iteration:
+        """EngineCore wants ``output`` run: the last of those that wait."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
             iteration = self._scheduled.get(id(output)) or Iteration(output)
+            self._waiting.append(iteration)
+        return iteration
+
+    def begin(self, follow: Callable[[int, SchedulerOutput], Work]) -> Iteration | None:
+        """Number the first of those that wait, if its time has come: the turn of its slot before it
+        has left, and there is room for its logits, which is so but where requests were aborted in
+        flight and others took their places. ``follow`` says what it asks of samplers. None: not yet."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            iteration = self._waiting[0]
+            oldest = next(iter(self._in_flight.values()), None)
+            if oldest is not None and iteration.turn - oldest.turn >= self._slots:
+                return None
+            if self._room.find(iteration.rows) is None:
+                return None
+            self._waiting.popleft()
             iteration.number, self._next = self._next, self._next + 1
             if iteration.slot is None:
                 iteration.slot = iteration.number % self._slots
             iteration.began, iteration.movers = self._now(), self._movers
-            iteration.work = follow(iteration.number, output)
+            iteration.work = follow(iteration.number, iteration.output)
             iteration.logits_row = self._room.take(iteration.number, len(iteration.work.sampled))
             self._in_flight[iteration.number] = iteration
+            if not self._waiting:
+                self._none_waits.notify_all()
         return iteration
+
+    def settle(self) -> None:
+        """Return when none waits: a call comes behind all that was scheduled before it."""
+        with self._lock:
+            # wait: that of the iterations in flight, `stall_timeout`; the tokens of one, what fails
+            # the engine
+            self._none_waits.wait_for(lambda: self._failure is not None or not self._waiting)
 
     def deliver(
         self,
@@ -171,11 +203,17 @@ class Iterations:
             iteration.report = report if report is not None else iteration.report
             if moved is not None:
                 iteration.moved[moved.rank] = moved.output
-            if iteration.late:
+            if iteration.late or iteration.complete:
                 return None
-            self._room.give_back(number)
-            self._freed.notify_all()
-            return self._in_flight.pop(number)
+            iteration.complete = True
+            return iteration
+
+    def leave(self, iteration: Iteration) -> None:
+        """The tokens of a complete iteration are known to who follows requests: those that need them,
+        or its rows of logits, may begin."""
+        with self._lock:
+            self._room.give_back(iteration.number)
+            self._in_flight.pop(iteration.number, None)
 
     def finish(self, output: SchedulerOutput) -> Iteration | None:
         """The scheduler takes the result of ``output`` in: the record goes."""
@@ -197,12 +235,15 @@ class Iterations:
             return next(iter(self._in_flight.values()), None)
 
     def fail(self, error: BaseException) -> None:
-        """Resolve every iteration in flight with ``error``."""
+        """Resolve every iteration that waits or is in flight with ``error``."""
         with self._lock:
             self._failure = error
-            failed, self._in_flight = list(self._in_flight.values()), {}
-            self._freed.notify_all()
+            failed = [*self._in_flight.values(), *self._waiting]
+            self._in_flight = {}
+            self._waiting.clear()
+            self._none_waits.notify_all()
         for iteration in failed:
-            why = RuntimeError(f"iteration {iteration.number} failed: {error}")
+            number = iteration.number if iteration.number >= 0 else "that waits"
+            why = RuntimeError(f"iteration {number} failed: {error}")
             with suppress(InvalidStateError):
                 iteration.future.set_exception(why)

@@ -103,9 +103,9 @@ class Pipeline:
         running = Opening(self._setup, self._samplers, self.calls, self._last, addresses).open()
         self._tracker.draws = running.draws
         shared = (self.iterations, self._tracker, self._gather, self.telemetry)
-        self.resolver = Resolver(*shared, self.failed)
-        self._closing.callback(self.resolver.close)
         self.dispatcher = Dispatcher(self._bus, *shared, empty=bool(self._setup.kv_movers))
+        self.resolver = Resolver(*shared, self.dispatcher.go_on, self.failed)
+        self._closing.callback(self.resolver.close)
         self.telemetry.ready(running.setup)
         return running
 

@@ -16,7 +16,7 @@ from socket import gaierror
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from sipipe.errors import ConfigError, ResourceError, SiPipeError, UnsupportedError, tell
+from sipipe.errors import ConfigError, ResourceError, SiPipeError, tell
 from sipipe.versions import require_vllm
 
 T = TypeVar("T")
@@ -99,7 +99,12 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
 
     from sipipe.config import SiPipeConfig
     from sipipe.engine.checkpoint import check_files, check_model
-    from sipipe.engine.compatibility import check_features, check_stages, device_may_draw
+    from sipipe.engine.compatibility import (
+        check_features,
+        check_stages,
+        device_may_draw,
+        schedules_ahead,
+    )
     from sipipe.engine.executor import Executor
     from sipipe.engine.setup import PipelineVllmConfig
     from sipipe.engine.speculation import fill_in
@@ -108,20 +113,20 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     tell_clients_why()
     say_cause_once()
     engine_args.distributed_executor_backend = Executor
-    if engine_args.async_scheduling:
-        raise UnsupportedError(
-            "--async-scheduling: SiPipe overlaps by microbatches of its own: leave it out"
-        )
-    engine_args.async_scheduling = False
     seqs = engine_args.max_num_seqs  # vLLM would name another option, that follows from it
     if seqs is not None and not (isinstance(seqs, int) and seqs > 0):
         raise ConfigError(f"--max-num-seqs must be a whole number of 1 or more, not {seqs!r}")
     fill_in(engine_args)
     check_model(engine_args.model)
     create = arg_utils.EngineArgs.create_engine_config.__wrapped__
-    with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
+    ahead = engine_args.async_scheduling
+    with (
+        patch.object(arg_utils, "VllmConfig", PipelineVllmConfig),
+        patch.object(engine_args, "async_scheduling", False),  # vLLM's is for its own executors
+    ):
         made = checked(partial(create, engine_args, *args, **kwargs), engine_args.model)
     made.replicas = made.parallel_config.data_parallel_size
+    made.ahead = schedules_ahead(made, ahead)
     check_features(made)
     check_stages(made)
     check_files(made)

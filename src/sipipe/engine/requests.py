@@ -143,7 +143,8 @@ class RequestTracker:
             return request is not None and request.iteration == iteration
 
     def advance(self, iteration: int, output: SchedulerOutput) -> Work:
-        """Follow one scheduling output; fill in ``new_token_ids``, which vLLM omits for one stage."""
+        """Follow one scheduling output; fill in ``new_token_ids``, which vLLM omits for one stage, and
+        where it did not know them yet."""
         with self._lock:
             return self._advance(iteration, output)
 
@@ -184,19 +185,15 @@ class RequestTracker:
                 if resumed.sampler == ON_DEVICE and self.draws == "per_row":
                     _give_seed(new, resumed)
         cached = output.scheduled_cached_reqs
-        if fill := len(cached.new_token_ids) != len(cached.req_ids):
-            cached.new_token_ids = []
+        cached.new_token_ids = []
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         for index, request_id in enumerate(cached.req_ids):
             request = self._requests[request_id]
             start = starts[request_id] = cached.num_computed_tokens[index]
             held.append((request, cached.num_output_tokens[index]))
             behind = drafts.get(request_id, ())
-            if fill:
-                stop = start + output.num_scheduled_tokens[request_id] - len(behind)
-                cached.new_token_ids.append(_tokens(request, start, stop))
-            if behind:  # vLLM leaves them out
-                cached.new_token_ids[index] = [*cached.new_token_ids[index], *behind]
+            stop = start + output.num_scheduled_tokens[request_id] - len(behind)
+            cached.new_token_ids.append([*_tokens(request, start, stop), *behind])
         for request, count in held:
             if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
                 del request.outputs[count:]

@@ -3,8 +3,8 @@
 Who runs here
     The gather thread sleeps on BIC-O; the events thread reports.
 Guarantees
-    The tracker knows an iteration's tokens before its future is resolved, so that the scheduling
-    output that follows finds them.
+    The tracker knows an iteration's tokens before its future is resolved, and before anything is
+    published that waits for them: ``go_on`` does that.
 """
 
 import collections
@@ -36,12 +36,14 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class Resolver:
-    """Resolves iterations; ``fail`` is called with what stops it."""
+    """Resolves iterations. ``go_on`` publishes those that have waited for one; ``fail`` is called with
+    what stops it."""
 
     _iterations: Iterations
     _tracker: RequestTracker
     _gather: GatherReceiver
     _telemetry: Telemetry
+    _go_on: Callable[[], None]
     _fail: Callable[[BaseException], None]
     aggregator: KVOutputAggregator | None = None
     """vLLM's, where there is a KV connector: of two threads, one at a time."""
@@ -91,7 +93,16 @@ class Resolver:
         drawn = sum(map(len, output.sampled_token_ids))
         # A pooling model has no tokens.
         by_request = zip(output.req_ids, output.sampled_token_ids, strict=False)
-        self._tracker.record(iteration.number, by_request)
+        # What fails has no token; where it is scheduled once more already, some token must be there.
+        fillers = ((request_id, [0]) for request_id in iteration.errors)
+        self._tracker.record(iteration.number, chain(by_request, fillers))
+        self._iterations.leave(iteration)
+        try:
+            self._go_on()
+        except ChannelClosed:  # shut down
+            pass
+        except Exception as error:
+            self._fail(error)
         with self._joining:
             self._telemetry.record(
                 Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn

@@ -51,7 +51,8 @@ from sipipe.messages.link import buffer_tokens
 logger = init_logger(f"vllm.{__name__}")
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
+SCHEDULERS = "PipelineScheduler", "AsyncPipelineScheduler"
+"""By how many microbatches they are ahead."""
 
 
 @config_class(config={"arbitrary_types_allowed": True})
@@ -64,6 +65,9 @@ class PipelineVllmConfig(VllmConfig):
     replicas: int = 1
     """Engines of this host. vLLM has each one's process forget the others, but for its number,
     ``data_parallel_index``."""
+
+    ahead: int = 0
+    """Microbatches that are scheduled before there is room for them in the pipeline."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In vLLM's engine process too, which waits for its front end for five minutes, also when
@@ -90,7 +94,8 @@ class PipelineVllmConfig(VllmConfig):
     @property
     def max_concurrent_batches(self) -> int:
         config = SiPipeConfig.from_additional_config(self.additional_config)
-        return config.resolved_inflight(self.parallel_config.pipeline_parallel_size)
+        slots = config.resolved_inflight(self.parallel_config.pipeline_parallel_size)
+        return slots + self.ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,7 +252,8 @@ class Setup:
         if self.reason:
             logger.info("vLLM's sampler draws on the last stage: %s", self.reason)
         if scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
-            scheduler.scheduler_cls = PIPELINE_SCHEDULER
+            name = SCHEDULERS[vllm_config.ahead]
+            scheduler.scheduler_cls = f"sipipe.engine.scheduling.scheduler.{name}"
 
     @contextmanager
     def worker_threads(self) -> Iterator[None]:

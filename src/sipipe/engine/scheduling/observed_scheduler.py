@@ -54,8 +54,10 @@ class ObservedScheduler:
         self._speculation.fit()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
-            slot = self.slot if isinstance(self, PipelineScheduler) else None
-            iteration = self.iterations.scheduled(output, slot, began, time.monotonic_ns())
+            slot, turn = (
+                (self.slot, self.turn) if isinstance(self, PipelineScheduler) else (None, 0)
+            )
+            iteration = self.iterations.scheduled(output, slot, turn, began, time.monotonic_ns())
             if self._times is not None and isinstance(self, PipelineScheduler):
                 iteration.load = self.load
                 self._times.expect(iteration)
@@ -71,7 +73,9 @@ class ObservedScheduler:
         errors = iteration.errors if iteration is not None else {}
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
-            self.grammar_compile_error_reqs.update(_failed(errors))  # type: ignore[attr-defined]
+            # One that is scheduled once more already may have failed before.
+            here = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
+            self.grammar_compile_error_reqs.update(_failed(here))  # type: ignore[attr-defined]
             self._clear_blocks()
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model

@@ -1,13 +1,15 @@
 """Which sequences decode in which microbatch: slots that stay the same and stay even.
 
 A pipeline of p stages works on m microbatches at a time, and the engine forms them in turn: visit
-i belongs to slot ``i % m``. The engine's batch queue holds at most m batches and is first in,
-first out, so the batch of visit i - m has come back when visit i is planned; a slot's own
-sequences are therefore never in flight when its turn comes. The rules, per visit:
+i belongs to slot ``i % m``. The batch of visit i - m has come back when that of visit i is published
+(:meth:`sipipe.engine.iterations.Iterations.begin`); a slot's own sequences are therefore never in flight
+when its turn comes, though it may be planned before. The rules, per visit:
 
 *join*   A sequence joins the slot whose microbatch computed the last of its prompt, unless that
          lifts the slot over its fair share of what decodes and is about to; then the lightest.
 *stay*   A decoding sequence runs in its slot, and only there, until it finishes or is preempted.
+*wait*   What joins another slot than that of its prompt's last chunk sits this slot's next visit
+         out: its first token is not back.
 *move*   If the visited slot still holds two sequences more than the lightest, it hands over up
          to ``max_moves`` of them. Only the visited slot gives: nothing of it is in flight.
 *open*   As many slots are open as make the pipeline period shortest
@@ -49,7 +51,7 @@ class Sequence(NamedTuple):
     context: int
     """Tokens in its KV cache: what its attention reads."""
     ready: bool
-    """Whether its last token is back, so that it can decode now."""
+    """Whether its last token is back, or will be when its slot's next microbatch is published."""
     rows: int = 1
     """Of logits that it then has: one, and one for each draft."""
 
@@ -105,6 +107,8 @@ class SlotPolicy:
         self._members: list[dict[Any, int]] = [{} for _ in range(slots)]
         """Of each slot, with their context at its last visit."""
         self._contexts = [0] * slots
+        self._waits: set[Any] = set()
+        """Those that sit the next visit of their slot out."""
         # Slots 0 to _active - 1 are open. While _resizing, sequences move as many as it takes.
         self._active = 1
         self._resizing = False
@@ -151,9 +155,11 @@ class SlotPolicy:
         decoding = len(self.slot_of) + len(joining)
         self._open_slots(decoding, _fitting(arriving, decoding, kv_free))
         for index, sequence in enumerate(joining):
-            self._join(sequence, last, to_come=len(joining) - index + arriving)
-            if self.slot_of[sequence.id] == slot:
-                members.append(sequence)
+            joined = self._join(sequence, last, to_come=len(joining) - index + arriving)
+            if joined == slot:
+                members.append(sequence._replace(ready=sequence.ready and joined == last))
+            elif joined != last:
+                self._waits.add(sequence.id)
         self._rebalance(slot, members)
         ready = [sequence for sequence in members if sequence.ready]
         if len(self._members[slot]) != len(members):  # some have moved
@@ -179,6 +185,9 @@ class SlotPolicy:
         for id in list(self._members[slot]):
             if (sequence := look(id)) is None:
                 self._forget(id)
+            elif id in self._waits:
+                self._waits.discard(id)
+                found.append(sequence._replace(ready=False))
             else:
                 found.append(sequence)
         self._members[slot] = {sequence.id: sequence.context for sequence in found}
@@ -206,14 +215,16 @@ class SlotPolicy:
             counts = [len(members) for members in self._members[:before]]
             self._resizing = max(counts) - min(counts) > 1
 
-    def _join(self, sequence: Sequence, last: int, to_come: int) -> None:
-        """Place a sequence whose prompt ended at the previous visit, that of slot ``last``."""
+    def _join(self, sequence: Sequence, last: int, to_come: int) -> int:
+        """Place a sequence whose prompt ended at the previous visit, that of slot ``last``; returns
+        its slot."""
         share = -(-(len(self.slot_of) + to_come) // self._active)
         if last < self._active and len(self._members[last]) < share:
             slot = last
         else:
             slot = self._lightest(last)
         self._place(sequence, slot)
+        return slot
 
     def _lightest(self, origin: int) -> int:
         """The open slot with the fewest sequences, then least context, then next after origin."""
@@ -259,6 +270,7 @@ class SlotPolicy:
 
     def _forget(self, id: Any) -> None:
         slot = self.slot_of.pop(id)
+        self._waits.discard(id)
         self._contexts[slot] -= self._members[slot].pop(id)
 
 

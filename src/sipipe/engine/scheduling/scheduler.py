@@ -22,14 +22,20 @@ It relies on ``EngineCore`` calling ``schedule`` once per entry of its batch que
 first out, of length ``max_concurrent_batches``: the batch of call i - m has then been processed
 before call i. Should that fail, requests in flight are still skipped by vLLM's own check, and
 only the evenness suffers. Runs in the EngineCore process, on its main thread only.
+
+:class:`AsyncPipelineScheduler` is one call ahead of that: the queue is one longer, and call i is made
+while the batch of call i - m may be out. vLLM's :class:`AsyncScheduler` counts the token that is still to
+come. Nobody waits for this scheduler then, but for the tokens alone
+(:meth:`sipipe.engine.iterations.Iterations.begin`).
 """
 
 import itertools
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm import envs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -51,10 +57,12 @@ class PipelineScheduler(Scheduler):
     """Drop-in for ``--scheduler-cls``; ``slot`` is that of the microbatch scheduled last.
 
     The number of slots m is ``VllmConfig.max_concurrent_batches``, as for EngineCore's batch
-    queue. With m of 1 it behaves exactly as vLLM's. Tunables come from
+    queue, less what is scheduled ``ahead``. With m of 1 it behaves exactly as vLLM's. Tunables come from
     ``additional_config["sipipe"]["microbatches"]`` (:class:`sipipe.config.MicrobatchSettings`).
     """
 
+    ahead: ClassVar[int] = 0
+    """Microbatches that are scheduled before there is room for them in the pipeline."""
     max_num_scheduled_tokens: int  # vLLM's, which no type checker sees
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +70,7 @@ class PipelineScheduler(Scheduler):
         config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
         self.controller = ConcurrencyController(
             stages=self.vllm_config.parallel_config.pipeline_parallel_size,
-            slots=self.vllm_config.max_concurrent_batches,
+            slots=self.vllm_config.max_concurrent_batches - self.ahead,
             first=usual(model_facts(self.vllm_config)),
         )
         """Knows how long microbatches take, and says how many slots to open."""
@@ -89,7 +97,8 @@ class PipelineScheduler(Scheduler):
         self._adapter_last_step: dict[int, int] = {}
         # Whether the last visit found nothing to run; whether a batch has come back right after.
         self._empty = self._came_back = False
-        self.slot = 0
+        self.slot = self.turn = 0
+        """Of the microbatch scheduled last; turns are counted from 0, with empty ones."""
         self.load = Load()
         """What is in the microbatch scheduled last, where there are slots."""
 
@@ -113,7 +122,7 @@ class PipelineScheduler(Scheduler):
         self.load = plan.prefill.formed(
             output.num_scheduled_tokens, output.total_num_scheduled_tokens
         )
-        self.slot = plan.slot
+        self.slot, self.turn = plan.slot, self.turn + 1
         self._empty, self._came_back = not output.total_num_scheduled_tokens, False
         return output
 
@@ -246,8 +255,15 @@ class PipelineScheduler(Scheduler):
         return allowance.chunk(start, num_new_tokens)
 
 
+class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
+    """Schedules a slot's next microbatch while its last may be out (see the module's text)."""
+
+    ahead = 1
+
+
 def _pending_tokens(request: Request) -> int:
-    """Tokens that are known and not yet scheduled; 0 while the last one is in flight."""
+    """Tokens that are known, or counted, and not yet scheduled; 0 while the last one is in flight, where
+    it is not counted before."""
     known: int = request.num_tokens_with_spec + request.num_output_placeholders
     pending: int = known - request.num_computed_tokens
     return pending
