@@ -46,19 +46,22 @@ WAITED = 2.0
 """Threads of the engine that wait for a core, on average, above which devices are late: what two
 cores that are 77 % busy make wait (M/M/2)."""
 DEVICE = {"cpu_sampling": "per_row"}
+AHEAD = "Ahead"
+"""Scheduling before the tokens have come."""
 ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
-    "vLLM-like": (False, DEVICE, ["Posting", "Overlap"]),
-    "+ CPU sampling": (False, {}, ["Posting", "Overlap"]),
-    "+ TSEM": (False, {}, ["Posting"]),
-    "+ SAT": (False, {}, []),
-    "+ p + 1": (True, {}, []),
+    "vLLM-like": (False, DEVICE, ["Posting", "Overlap", AHEAD]),
+    "+ CPU sampling": (False, {}, ["Posting", "Overlap", AHEAD]),
+    "+ TSEM": (False, {}, ["Posting", AHEAD]),
+    "+ SAT": (False, {}, [AHEAD]),
+    "+ p + 1": (True, {}, [AHEAD]),
+    "+ ahead": (True, {}, []),
     "- CPU sampling": (True, DEVICE, []),
     "- TSEM": (True, {}, ["Overlap"]),
     "- SAT": (True, {}, ["Posting"]),
     "- slots": (True, {"scheduler": "vllm"}, []),
 }
 """Whether p + 1 are in flight; settings; parts that are taken away."""
-CHAIN = list(ENGINES)[:5]
+CHAIN = list(ENGINES)[:6]
 LOAD = "--requests 512 --prompt-tokens 32 --tokens 40 --sampling temperature"
 """As many requests as the paper's on 8 GPUs, shorter ones."""
 
@@ -104,7 +107,7 @@ def ablate(argv: Sequence[str]) -> int:
         rows,
         note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass and in its way, 1.4 ms of stall a hop "
         "(the low ends of the paper's ranges), p in flight; +: of the column before; SiPipe: of vLLM-like; "
-        "-: SiPipe without it, of SiPipe; slots: vLLM's scheduler in their place; 512 requests, temperature; one engine a "
+        "-: SiPipe without it, of SiPipe; ahead: scheduled before the tokens have come; slots: vLLM's scheduler in their place; 512 requests, temperature; one engine a "
         "figure; slow motion N: devices take N times as long, tokens/s are multiplied by it",
         file="emulation-ablation",
         columns=[name for name in rows[0] if name != "stages"],
@@ -121,7 +124,9 @@ def _measured(profile: str, p: int, slow: int, engine: str) -> dict[str, Any]:
     # All p are open as in vLLM; of p + 1 as many as pay, as SiPipe is served.
     settings = settings | {"inflight": p + more, "microbatches": {"min_sequences": 1 - more}}
     argv = f"--profile {profile} --pp {p} --slow-motion {slow} {LOAD}".split()
-    load = emulated([*argv, *extension(without)], settings, STOCK)[1]["loads"][0]
+    argv += ["--no-async-scheduling"] * (AHEAD in without)
+    parts = [part for part in without if part != AHEAD]
+    load = emulated([*argv, *extension(parts)], settings, STOCK)[1]["loads"][0]
     return {
         "tokens_per_s": slow * load["tokens_per_s"],
         "waited": load["waited"],

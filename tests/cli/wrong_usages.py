@@ -139,7 +139,8 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --decode-context-parallel-size 2 => dcp_size|context.parallel
 --enable-eplb => load balancing|eplb
 --enable-elastic-ep => elastic
---async-scheduling => --async-scheduling: SiPipe overlaps
+--async-scheduling --kv-transfer-config '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}' => --async-scheduling: not with --kv-transfer-config
+--async-scheduling --speculative-config '{"method": "ngram", "num_speculative_tokens": 2}' => --async-scheduling: not with drafts
 --ec-transfer-config '{"ec_connector": "x", "ec_role": "ec_both"}' => ec.(transfer|connector|role)
 --kv-transfer-config '{"kv_connector": "NoSuch", "kv_role": "kv_both"}' => NoSuch|kv.transfer
 [sv] --kv-transfer-config '{"kv_connector": "ExampleConnector"}' => kv_role

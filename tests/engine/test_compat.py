@@ -52,7 +52,7 @@ def vllm_config(**changes):
         "cache_config": {"kv_sharing_fast_prefill": False},
         "observability_config": {"cudagraph_metrics": False},
         "aux_output_config": {"enabled": False},
-        "scheduler_config": {"async_scheduling": False},
+        "scheduler_config": {"async_scheduling": False, "scheduler_cls": None},
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
     flat = dict.fromkeys((*names, "additional_config", "is_mm_encoder_only"))
@@ -229,3 +229,28 @@ def test_a_choice_per_row_is_for_devices_that_draw(request):
         compat.why_not_samplers(vllm_config(), settings)
     request.getfixturevalue("with_kernels")
     assert not compat.why_not_samplers(vllm_config(), settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"speculative_config": drafts()}, "drafts"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"aux_output_config__enabled": True}, "--enable-return-routed-experts"),
+        ({"model_config__runner_type": "pooling"}, "pooling"),
+        ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"max_concurrent_batches": 1}, '"inflight" of 1'),
+        ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler"),
+        ({"additional_config": {"sipipe": {"scheduler": "vllm"}}}, "scheduler"),
+    ],
+)
+def test_what_waits_for_tokens_is_not_scheduled_ahead_of_them(changes, reason):
+    config = vllm_config(**{"max_concurrent_batches": 3, **changes})
+    assert compat.schedules_ahead(config, None) == (not reason)
+    assert compat.schedules_ahead(config, False) == 0
+    if not reason:
+        assert compat.schedules_ahead(config, True) == 1
+        return
+    with pytest.raises(UnsupportedError, match=f"--async-scheduling: not with.*{reason}"):
+        compat.schedules_ahead(config, True)

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,8 +24,15 @@ DRAWN = Work(request_ids=["a", "b", "c"], sampled=["a", "c"], samplers=(0, 1))
 
 
 def begin(iterations, work=DRAWN, output=None):
-    output = output or SchedulerOutput.make_empty()
-    return iterations.begin(output, lambda number, output: work)
+    iterations.enter(output or SchedulerOutput.make_empty())
+    return iterations.begin(lambda number, output: work)
+
+
+def drawn(iterations, number):
+    """All of ``number`` is in, and it leaves."""
+    iteration = iterations.deliver(number, tokens=[])
+    iterations.leave(iteration)
+    return iteration
 
 
 def said(number, tokens=()):
@@ -44,7 +52,7 @@ def test_a_scheduler_of_the_users_own_takes_slots_in_turn():
 def test_our_scheduler_names_the_slot_and_finds_the_record_again():
     iterations = Iterations(3, 99)
     output = SchedulerOutput.make_empty()
-    iterations.scheduled(output, 2, 10, 20)
+    iterations.scheduled(output, 2, 3, 10, 20)
     iteration = begin(iterations, output=output)
     assert (iteration.number, iteration.slot, iteration.scheduled) == (0, 2, (10, 20))
     assert iterations.finish(output) is iteration
@@ -53,18 +61,59 @@ def test_our_scheduler_names_the_slot_and_finds_the_record_again():
 
 def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
     iterations = Iterations(3, 99)
-    drawn = begin(iterations)
-    assert drawn.late == "samplers 0, 1"
+    first = begin(iterations)
+    assert first.late == "samplers 0, 1"
     both = begin(iterations, replace(DRAWN, prompt_logprobs=("a",)))
     nothing = begin(iterations, Work(request_ids=["a"]))
     assert nothing.late == "the last stage"
     assert [i.number for i in iterations.undrawn(1)] == [0, 1]
-    assert iterations.deliver(0, tokens=[]) is drawn
+    assert iterations.deliver(0, tokens=[]) is first
     assert iterations.deliver(0, tokens=[]) is None  # once
     assert iterations.deliver(1, report=said(1)) is None
     assert iterations.deliver(1, tokens=[]) is both
     assert iterations.deliver(2, report=said(2)) is nothing
+    assert len(iterations) == 3
+    for iteration in (first, both, nothing):
+        iterations.leave(iteration)
     assert len(iterations) == 0
+
+
+def test_an_iteration_begins_when_its_slots_last_turn_has_left():
+    """Three slots, of which one is empty: turns 2 and 5."""
+    iterations = Iterations(3, 99)
+    outputs = {turn: SchedulerOutput.make_empty() for turn in (0, 1, 3, 4)}
+    for turn, output in outputs.items():
+        iterations.scheduled(output, turn % 3, turn, 0, 0)
+        iterations.enter(output)
+    follow = Mock(return_value=DRAWN)
+    assert [iterations.begin(follow).number for _ in range(2)] == [0, 1]
+    assert iterations.begin(follow) is None
+    last = iterations.deliver(1, tokens=[])  # quicker than the one before
+    assert iterations.begin(follow) is None
+    first = iterations.deliver(0, tokens=[])
+    assert iterations.begin(follow) is None, "who follows requests does not know its tokens yet"
+    iterations.leave(first)
+    assert iterations.begin(follow).turn == 3
+    assert iterations.begin(follow) is None
+    iterations.leave(last)
+    assert iterations.begin(follow).turn == 4
+    assert [call.args for call in follow.call_args_list] == list(enumerate(outputs.values()))
+
+
+def test_what_waits_fails_with_the_engine():
+    iterations = Iterations(1, 99)
+    for turn in range(2):
+        output = SchedulerOutput.make_empty()
+        iterations.scheduled(output, 0, turn, 0, 0)
+        waits = iterations.enter(output)
+    assert iterations.begin(lambda *_: DRAWN)
+    assert iterations.begin(lambda *_: DRAWN) is None
+    iterations.fail(RuntimeError("stage1.0 died"))
+    with pytest.raises(RuntimeError, match="iteration that waits failed: stage1.0 died"):
+        waits.future.result(0)
+    assert iterations.begin(lambda *_: DRAWN) is None
+    with pytest.raises(RuntimeError, match="executor has failed"):
+        iterations.enter(output)
 
 
 def test_drafts_that_are_in_flight():
@@ -74,7 +123,7 @@ def test_drafts_that_are_in_flight():
     begin(iterations, output=output)
     begin(iterations)
     assert iterations.drafts() == 3
-    iterations.deliver(0, tokens=[])
+    drawn(iterations, 0)
     assert iterations.drafts() == 0
 
 
@@ -208,7 +257,9 @@ def test_a_stage_that_does_not_answer_while_work_is_late_is_a_stall(monkeypatch)
     assert turn(*WORKERS) == (2.0, 5, [False])
     assert turn(WORKERS[0]) == (2.0, 6, [True])
     for sampler in (0, 1):
-        watched.iterations.deliver(0, tokens={sampler: sampled(sampler, 1)})
+        done = watched.iterations.deliver(0, tokens={sampler: sampled(sampler, 1)})
+        if done is not None:
+            watched.iterations.leave(done)
     assert turn() == (5.0, 6, [False])
     assert not watched.errors
 

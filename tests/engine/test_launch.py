@@ -70,7 +70,7 @@ def test_models_of_several_parts_can_make_configurations_of_ours(model):
     config.replicas = 2
     made = config.with_hf_config(config.model_config.hf_config)
     assert type(made) is PipelineVllmConfig
-    assert (made.replicas, made.max_concurrent_batches) == (2, 3)
+    assert (made.replicas, made.ahead, made.max_concurrent_batches) == (2, 1, 4)
 
 
 def test_what_needs_kernels_is_refused_where_there_are_none(model):

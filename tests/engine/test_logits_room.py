@@ -59,33 +59,40 @@ def test_even_microbatches_always_have_room(inflight):
 def begin(iterations, count):
     names = [f"r{i}" for i in range(count)]
     work = Work(request_ids=names, sampled=names, samplers=(0,) if names else ())
-    return iterations.begin(SchedulerOutput.make_empty(), lambda *_: work)
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = dict.fromkeys(names, 1)
+    iterations.enter(output)
+    return iterations.begin(lambda *_: work)
 
 
-def test_an_iteration_has_its_rows_until_it_is_complete():
+def test_an_iteration_has_its_rows_until_it_leaves():
     iterations = Iterations(3, 8)
     assert [begin(iterations, count).logits_row for count in (3, 0, 2)] == [0, -1, 3]
-    iterations.deliver(0, tokens={})
+    iterations.leave(iterations.deliver(0, tokens={}))
     assert begin(iterations, 3).logits_row == 0
     assert begin(iterations, 3).logits_row == 5
 
 
 @pytest.mark.parametrize("end", ["drawn", "failed"])
 def test_it_waits_where_aborted_requests_still_have_rows(end):
-    iterations, went_on = Iterations(3, 8), threading.Event()
+    """And a call of the workers waits for it."""
+    iterations, called = Iterations(3, 8), threading.Event()
     begin(iterations, 6)
-    iterations.wait_for_room(2)
+    iterations.settle()
+    assert begin(iterations, 3) is None
 
-    def wait():
-        iterations.wait_for_room(3)
-        went_on.set()
+    def call():
+        iterations.settle()
+        called.set()
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    assert not went_on.is_set()
+    calling = threading.Thread(target=call)
+    calling.start()
+    assert not called.is_set()
     if end == "drawn":
-        iterations.deliver(0, tokens={})
+        iterations.leave(iterations.deliver(0, tokens={}))
+        assert not called.is_set()
+        assert iterations.begin(lambda *_: Work()).number == 1
     else:
         iterations.fail(RuntimeError("stalled"))
-    waiting.join(30)
-    assert went_on.is_set()
+    calling.join(30)
+    assert called.is_set()

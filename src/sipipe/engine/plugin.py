@@ -126,10 +126,10 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         made = checked(partial(create, engine_args, *args, **kwargs), engine_args.model)
     made.replicas = made.parallel_config.data_parallel_size
-    made.ahead = schedules_ahead(made, ahead)
     check_features(made)
     check_stages(made)
     check_files(made)
+    made.ahead = schedules_ahead(made, ahead)
     if made.model_config.logits_processors and not device_may_draw():
         take_first_processors()
     if made.speculative_config is not None:
