@@ -1,8 +1,9 @@
-"""Scheduling outputs without tokens: what they tell workers goes with the next one."""
+"""What is published of scheduling outputs, and when."""
 
 import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -10,6 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
+from sipipe.messages.header import Kind
+from sipipe.messages.step import Grammar, Step
 
 
 def make(published):
@@ -75,6 +78,39 @@ def test_each_step_of_auxiliary_outputs_is_told():
     assert not hasattr(published[1], "earlier_aux_metadata")
     sent = pickle.loads(pickle.dumps(published[0]))
     assert [one.finished_requests for one in sent.earlier_aux_metadata] == [("z",), ("a",)]
+
+
+def test_what_waits_is_published_with_its_bitmask_when_its_time_has_come():
+    """One slot: EngineCore has asked for the second iteration's tokens before the first has them."""
+    sent, iterations = [], Iterations(1, 99)
+    step = Step(0, grammar=True)
+    bus = SimpleNamespace(
+        order=nullcontext(), publish=lambda kind, number, *_, **__: sent.append((kind, number))
+    )
+    tracker = SimpleNamespace(
+        advance=lambda *_: Work(step=step, samplers=(0,)),
+        grammar=lambda *_: Grammar(0, b"", 0, b""),
+    )
+    gather = SimpleNamespace(expect=lambda *_: None)
+    telemetry = Mock()
+    dispatcher = Dispatcher(bus, iterations, tracker, gather, telemetry, empty=False)
+    futures = []
+    for turn in range(2):
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = 1
+        iterations.scheduled(output, 0, turn, 0, 0)
+        assert dispatcher.publish(output)
+        futures.append(dispatcher.publish_grammar(None))
+    first = [(Kind.SCHEDULE, 0), (Kind.GRAMMAR, 0)]
+    assert sent == first
+    done = iterations.deliver(0, tokens=[])
+    assert done.future is futures[0]
+    dispatcher.go_on()
+    assert sent == first
+    iterations.leave(done)
+    dispatcher.go_on()
+    assert sent == [*first, (Kind.SCHEDULE, 1), (Kind.GRAMMAR, 1)]
+    assert iterations.deliver(1, tokens=[]).future is futures[1]
 
 
 class Tracker:

@@ -109,7 +109,7 @@ def test_what_waits_fails_with_the_engine():
     assert iterations.begin(lambda *_: DRAWN)
     assert iterations.begin(lambda *_: DRAWN) is None
     iterations.fail(RuntimeError("stage1.0 died"))
-    with pytest.raises(RuntimeError, match="iteration that waits failed: stage1.0 died"):
+    with pytest.raises(RuntimeError, match=r"iteration that waits failed: stage1\.0 died"):
         waits.future.result(0)
     assert iterations.begin(lambda *_: DRAWN) is None
     with pytest.raises(RuntimeError, match="executor has failed"):

@@ -26,3 +26,27 @@ def test_greedy_tokens_are_those_of_stock(models):
         **options,
     )
     assert_stock(found, path, batches, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("ahead", [True, False])
+def test_asynchronous_scheduling_is_an_option_that_changes_no_token(models, ahead):
+    path = model(models)
+    batches = [
+        {
+            "prompts": prompts(40, longest=100, seed=6),
+            "params": greedy(40, shortest=1, longest=40, seed=6),
+        }
+    ]
+    # A cache of 60 blocks: requests are preempted, also such as are scheduled ahead.
+    options = {"max_num_seqs": 24, "num_gpu_blocks_override": 60, "enable_prefix_caching": False}
+    found = run_engine(
+        path,
+        batches,
+        pipeline_parallel_size=2,
+        distributed_executor_backend="sipipe.Executor",
+        async_scheduling=ahead,
+        **options,
+    )
+    assert_stock(found, path, batches, max_num_seqs=24)

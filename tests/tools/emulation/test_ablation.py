@@ -35,8 +35,8 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
     assert len(started) == 2 * count
     rows = json.loads((tmp_path / "emulation-ablation.json").read_text())["rows"]
     assert [row["pipeline"].split()[2:3] for row in rows] == [["4"]] * (len(rows) - 1) + [[]]
-    assert [rows[0][name] for name in ("+ SAT", "SiPipe", "- TSEM")] == [2.0, 16.0, 4.0]
-    assert rows[-1]["SiPipe"] == 16.0
+    assert [rows[0][name] for name in ("+ SAT", "SiPipe", "- TSEM")] == [2.0, 32.0, 4.0]
+    assert rows[-1]["SiPipe"] == 32.0
 
 
 def test_what_a_stage_pays_without_a_technique(monkeypatch):
