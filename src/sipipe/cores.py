@@ -13,6 +13,7 @@ import platform
 import re
 import socket
 import struct
+import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ little gain; and in all."""
 
 CLAIM = "sipipe-cores-"
 
+HAND_OVER = 5e-4
+"""Seconds for which a thread computes in Python while another one wants to."""
 SAMPLER_SHARE = 8
 """On a CPU engine one core of this many goes to the samplers, and one to the scheduler. With fewer
 cores they share one, and an only worker of two cores shares both with them: what they do for few
@@ -278,8 +281,10 @@ def bind_threads(cpus: Collection[int]) -> None:
 def run_soon() -> None:
     """Have every thread of this process, and those that they start, run soon after it wakes up also
     where another process computes on its CPU, which Linux else lets go on for 3 ms or so: by a short
-    slice, from Linux 6.12 on; earlier ones and other systems take no notice. For processes that sleep,
-    work for a moment and are waited for; their share of the CPU stays what it is."""
+    slice, from Linux 6.12 on; earlier ones and other systems take no notice. And where another thread
+    of it computes in Python, which else goes on for 5 ms. For processes that sleep, work for a moment
+    and are waited for; their share of the CPU stays what it is."""
+    sys.setswitchinterval(HAND_OVER)
     number = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # sched_setattr
     if number is None:
         return
