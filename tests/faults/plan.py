@@ -94,9 +94,8 @@ def load():
     import sipipe.ipc.link.sender
     import sipipe.ipc.parent
     import sipipe.ipc.ring.dispatch
+    import sipipe.ipc.ring.ends
     import sipipe.ipc.ring.logits
-    import sipipe.ipc.ring.reader
-    import sipipe.ipc.ring.writer
     import sipipe.sampler.main as sampler
     import sipipe.worker.draws
     import sipipe.worker.loop as loop
@@ -148,7 +147,7 @@ def load():
         "record": (sipipe.engine.requests.RequestTracker, "record"),
         "shut down": (sipipe.engine.children.Children, "close"),
         # both
-        "hear": (sipipe.ipc.ring.reader.RingReader, "receive"),
-        "let go": (sipipe.ipc.ring.reader.RingReader, "unlock_previous"),
-        "publish": (sipipe.ipc.ring.writer.RingWriter, "publish"),
+        "hear": (sipipe.ipc.ring.ends.RingReader, "receive"),
+        "let go": (sipipe.ipc.ring.ends.RingReader, "unlock_previous"),
+        "publish": (sipipe.ipc.ring.ends.RingWriter, "publish"),
     }

@@ -18,7 +18,7 @@ import types
 from tests.ipc.entry_states import EntryEvent, EntryState, fire
 
 from sipipe.ipc import locks
-from sipipe.ipc.ring import dispatch, layout, reader, ring, writer
+from sipipe.ipc.ring import dispatch, ends, layout, ring
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
 
@@ -116,7 +116,7 @@ class Sequencer:
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
         monkeypatch.setattr(ring, "words_of", SteppedWords)
-        for module in (dispatch, reader, writer):
+        for module in (dispatch, ends):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(layout, "READERS", 4)
 

@@ -10,7 +10,7 @@ mapping keeps its own, and the locks, alive. The kernel's spinlock of the file o
 was written before a lock was freed is read by whoever takes it afterwards, on any CPU.
 
 The kernel has no time-out for these locks; the peer's death or close ends a wait. Who needs a bound
-tries again and again (:mod:`sipipe.ipc.ring.writer`).
+tries again and again (:mod:`sipipe.ipc.ring.ends`).
 
 Rejected: a timer signal (only a process's main thread can handle one in Python, and the signal
 would be taken from whoever embeds us); a helper thread that sleeps for the one that may not (60
