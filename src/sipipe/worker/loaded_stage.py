@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.cuda_device import reaches_others
-from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
 from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint, buffer_tokens
