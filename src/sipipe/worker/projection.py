@@ -18,7 +18,7 @@ import torch
 
 from sipipe.ipc.link.sender import Sender
 from sipipe.observe.phases import Phase
-from sipipe.worker.device_thread import Launched
+from sipipe.worker.device import Launched
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import StageLogits
 from sipipe.worker.projection_rows import ProjectionShard

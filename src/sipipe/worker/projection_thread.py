@@ -37,8 +37,7 @@ import torch
 
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.observe.phases import Phase
-from sipipe.worker.device import Device, HostDevice
-from sipipe.worker.device_thread import DeviceThread, Launched
+from sipipe.worker.device import Device, DeviceThread, HostDevice, Launched
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.projection import KEY, Projection, Record
 from sipipe.worker.projection_rows import ProjectionShard

@@ -21,8 +21,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from sipipe.errors import UnsupportedError
 from sipipe.messages.replies import KVReport
 from sipipe.observe.phases import Phase
-from sipipe.worker.device import Device
-from sipipe.worker.device_thread import Launched
+from sipipe.worker.device import Device, Launched
 from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.draws import NothingDrawn
 from sipipe.worker.inputs.model_input import ModelInput

@@ -23,12 +23,16 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sipipe.worker.inputs import kernels
-from sipipe.worker.inputs.batch import SlotBatch, batch_order, scheduling_order
 from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.kernels import Int32, Int64
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import CacheGroup
-from sipipe.worker.inputs.request_state import RequestStates
+from sipipe.worker.inputs.request_state import (
+    RequestStates,
+    SlotBatch,
+    batch_order,
+    scheduling_order,
+)
 
 T = TypeVar("T")
 
