@@ -5,9 +5,8 @@ from array import array
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import ChannelClosed, ChannelError, PeerDiedError
-from sipipe.ipc.locks import EXCLUSIVE, SHARED
 from sipipe.ipc.ring import layout as at
-from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
+from sipipe.ipc.ring.ring import ATTACH_POLL, EXCLUSIVE, SHARED, Ring
 
 FIRST_PAUSE = 50e-6
 """Seconds between two looks whether a late reader has gone on; they double up to ``ATTACH_POLL``."""
