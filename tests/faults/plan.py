@@ -98,10 +98,10 @@ def load():
     import sipipe.ipc.ring.logits
     import sipipe.sampler.main as sampler
     import sipipe.worker.draws
+    import sipipe.worker.logits
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
     import sipipe.worker.preparation
-    import sipipe.worker.projection
     import sipipe.worker.projection_thread
     import sipipe.worker.publisher
 
@@ -129,7 +129,7 @@ def load():
         "logits": (sipipe.worker.draws.LastRows, "_hand_over"),
         "sample": (arithmetic.Runner, "sample"),
         "hand on": (sipipe.worker.publisher.Publisher, "_do"),
-        "spread": (sipipe.worker.projection.SharedProjection, "columns"),
+        "spread": (sipipe.worker.logits.SharedProjection, "columns"),
         "rows": (sipipe.worker.projection_thread.ProjectionThread, "_do"),
         "product": (stand_in.Shard, "whole"),
         "load blocks": (Shelf, "start_load_kv"),

@@ -22,7 +22,7 @@ from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
 from sipipe.worker.draws import LastRows, feedback_of  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
-from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
+from sipipe.worker.preparation import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 

@@ -31,8 +31,7 @@ from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
-from sipipe.worker.logits import LogitsHandover  # noqa: E402
-from sipipe.worker.projection import SharedProjection  # noqa: E402
+from sipipe.worker.logits import LogitsHandover, SharedProjection  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 
 

@@ -27,9 +27,8 @@ from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.measure import measure_stage
-from sipipe.worker.sampled_stage import SampledStage
+from sipipe.worker.sampled_stage import SampledStage, Surroundings
 from sipipe.worker.sharing import Sharing
-from sipipe.worker.stage import Surroundings
 
 
 def link_bytes(runner: Any, boot: WorkerBoot) -> int:

@@ -20,8 +20,7 @@ from contextlib import ExitStack
 from sipipe.messages.replies import IterationReport
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device, DeviceThread, Launched
-from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.projection import Record
+from sipipe.worker.logits import LogitsHandover, Record
 
 
 class Publisher(DeviceThread):

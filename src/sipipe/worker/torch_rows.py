@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from sipipe.worker.device import Launched
 from sipipe.worker.draws import WholeBatch, sampling_rows
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.token_feedback import StandInSampler
+from sipipe.worker.preparation import StandInSampler
 
 _BLOCK = 16
 """Tokens of a cache block, of which the batch here keeps a table that nobody reads."""

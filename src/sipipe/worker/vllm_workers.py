@@ -24,7 +24,7 @@ from sipipe.worker.compile_cache import use_compiled
 from sipipe.worker.world import stage_world
 
 if TYPE_CHECKING:
-    from sipipe.worker.token_feedback import TokenFeedback
+    from sipipe.worker.preparation import TokenFeedback
 
 logger = init_logger(f"vllm.{__name__}")
 
