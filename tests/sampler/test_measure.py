@@ -3,8 +3,8 @@
 import pytest
 
 from sipipe.messages.measured import MIXES
-from sipipe.sampler import measure as module
 from sipipe.sampler import warmup
+from sipipe.sampler import warmup as module
 
 
 @pytest.mark.parametrize("dtype", warmup.DTYPES)
