@@ -15,12 +15,10 @@ Who runs here: the preparing thread, alone. The device reads :mod:`sipipe.worker
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sipipe.worker.inputs import kernels
 from sipipe.worker.inputs.kernels import Int32, Int64
 
 BlockIds = Sequence[Sequence[int]]
@@ -65,18 +63,17 @@ class RequestStates:
     def append_blocks(self, rows: Sequence[int], blocks: Sequence[BlockIds]) -> None:
         """Add newly allocated blocks behind those that the requests of ``rows`` have. Raises
         ValueError: more blocks than a row holds."""
-        where = np.array(rows, np.int64)
         for group, (table, counts) in enumerate(zip(self.blocks, self.block_counts, strict=True)):
-            lists = [of_request[group] for of_request in blocks]
-            lengths = np.array([len(ids) for ids in lists], np.int32)
-            ids = np.fromiter(chain.from_iterable(lists), np.int32)
-            change = kernels.append_blocks(where, lengths, ids, blocks=table, block_counts=counts)
-            if change >= 0:
-                row = rows[change]
-                raise ValueError(
-                    f"a request was given {int(counts[row]) + len(lists[change])} blocks, "
-                    f"its row holds {table.shape[1]}"
-                )
+            for row, of_request in zip(rows, blocks, strict=True):
+                ids = of_request[group]
+                first = int(counts[row])
+                last = first + len(ids)
+                if last > table.shape[1]:
+                    raise ValueError(
+                        f"a request was given {last} blocks, its row holds {table.shape[1]}"
+                    )
+                table[row, first:last] = ids
+                counts[row] = last
 
     def remove(self, req_ids: Iterable[str]) -> list[int]:
         """Forget requests, in the order of their names, as vLLM does; returns the rows of those
