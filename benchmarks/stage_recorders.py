@@ -96,9 +96,8 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
     from sipipe.observe.recorder import open_recorder
     from sipipe.worker.device import HostDevice
     from sipipe.worker.draws import LastRows, NothingDrawn
-    from sipipe.worker.projection import Projection
-    from sipipe.worker.sampled_stage import SampledStage
-    from sipipe.worker.stage import Surroundings
+    from sipipe.worker.logits import Projection
+    from sipipe.worker.sampled_stage import SampledStage, Surroundings
 
     wrapper.load_model()
     current_platform.update_block_size_for_backend(config)

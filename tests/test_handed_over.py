@@ -30,7 +30,7 @@ from sipipe.messages.places import StagePlace
 from sipipe.versions import installed_vllm
 from sipipe.worker import device
 from sipipe.worker.device_sampler import DeviceSampler
-from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
+from sipipe.worker.preparation import StandInSampler, TokenFeedback
 from sipipe.worker.world import PipelineStandIn, _SharingGloo
 from tests.test_seams import has
 

@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from sipipe.worker.inputs.buffers import PackedInputBuffers
-from sipipe.worker.token_feedback import StandInSampler
+from sipipe.worker.preparation import StandInSampler
 
 
 class EmulatedRunner:

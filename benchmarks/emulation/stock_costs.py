@@ -21,8 +21,7 @@ from benchmarks.emulation.profile import Profile, StageProfile
 from sipipe.messages.params import is_plain
 from sipipe.worker import draws
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.preparation import SiPipePrepares
-from sipipe.worker.token_feedback import StandInSampler
+from sipipe.worker.preparation import SiPipePrepares, StandInSampler
 
 
 class Costs:

@@ -94,15 +94,14 @@ def load():
     import sipipe.ipc.link.sender
     import sipipe.ipc.parent
     import sipipe.ipc.ring.dispatch
+    import sipipe.ipc.ring.ends
     import sipipe.ipc.ring.logits
-    import sipipe.ipc.ring.reader
-    import sipipe.ipc.ring.writer
     import sipipe.sampler.main as sampler
     import sipipe.worker.draws
+    import sipipe.worker.logits
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
     import sipipe.worker.preparation
-    import sipipe.worker.projection
     import sipipe.worker.projection_thread
     import sipipe.worker.publisher
 
@@ -130,7 +129,7 @@ def load():
         "logits": (sipipe.worker.draws.LastRows, "_hand_over"),
         "sample": (arithmetic.Runner, "sample"),
         "hand on": (sipipe.worker.publisher.Publisher, "_do"),
-        "spread": (sipipe.worker.projection.SharedProjection, "columns"),
+        "spread": (sipipe.worker.logits.SharedProjection, "columns"),
         "rows": (sipipe.worker.projection_thread.ProjectionThread, "_do"),
         "product": (stand_in.Shard, "whole"),
         "load blocks": (Shelf, "start_load_kv"),
@@ -148,7 +147,7 @@ def load():
         "record": (sipipe.engine.requests.RequestTracker, "record"),
         "shut down": (sipipe.engine.children.Children, "close"),
         # both
-        "hear": (sipipe.ipc.ring.reader.RingReader, "receive"),
-        "let go": (sipipe.ipc.ring.reader.RingReader, "unlock_previous"),
-        "publish": (sipipe.ipc.ring.writer.RingWriter, "publish"),
+        "hear": (sipipe.ipc.ring.ends.RingReader, "receive"),
+        "let go": (sipipe.ipc.ring.ends.RingReader, "unlock_previous"),
+        "publish": (sipipe.ipc.ring.ends.RingWriter, "publish"),
     }

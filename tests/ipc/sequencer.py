@@ -17,8 +17,7 @@ import types
 
 from tests.ipc.entry_states import EntryEvent, EntryState, fire
 
-from sipipe.ipc import locks
-from sipipe.ipc.ring import dispatch, layout, reader, ring, writer
+from sipipe.ipc.ring import dispatch, ends, layout, ring
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
 
@@ -63,7 +62,7 @@ class Sequencer:
         """Put the stepped classes in the place of the ring's own."""
         sequencer = self
 
-        class SteppedLocks(locks.Locks):
+        class SteppedLocks(ring.Locks):
             def __init__(self, path):
                 super().__init__(path)
                 sequencer.local.actor.locks.append(self)
@@ -116,7 +115,7 @@ class Sequencer:
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
         monkeypatch.setattr(ring, "words_of", SteppedWords)
-        for module in (dispatch, reader, writer):
+        for module in (dispatch, ends):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(layout, "READERS", 4)
 
@@ -220,7 +219,7 @@ class Sequencer:
         for byte in self._entry_bytes(first, count):
             if (held, byte) not in self.held:
                 self.held[held, byte] = kind
-                claim = kind == locks.EXCLUSIVE
+                claim = kind == ring.EXCLUSIVE
                 self._fire(byte, EntryEvent.CLAIM if claim else EntryEvent.ENTER)
 
     def on_store(self, word):
@@ -231,7 +230,7 @@ class Sequencer:
         self.changes += 1
         for byte in self._entry_bytes(first, count):
             kind = self.held.pop((held, byte), None)
-            if kind == locks.EXCLUSIVE:
+            if kind == ring.EXCLUSIVE:
                 published = byte in self.committed
                 self.committed.discard(byte)
                 self._fire(byte, EntryEvent.PUBLISH if published else EntryEvent.PRODUCER_GONE)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sipipe.errors import StallError
-from sipipe.ipc.ring import reader as ring_reader
+from sipipe.ipc.ring import ends
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 from sipipe.ipc.ring.ring import Ring
 from sipipe.messages.logits import LogitsShape
@@ -206,7 +206,7 @@ def test_a_restarted_sampler_waits_while_one_rank_is_a_lap_ahead_of_the_first(ma
                 region[...] = iteration
 
     write(first)  # of the second rank there is nothing
-    monkeypatch.setattr(ring_reader.time, "sleep", lambda _seconds: write(second))
+    monkeypatch.setattr(ends.time, "sleep", lambda _seconds: write(second))
     again = make.attach(owner)
     monkeypatch.undo()
     for iteration in (1, 2, 3):  # entry 0 is next in turn, and so the ranks' own again

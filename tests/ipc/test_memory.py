@@ -11,9 +11,9 @@ import pytest
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.errors import ChannelError, PeerDiedError
-from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.ring import EXCLUSIVE, SHARED, Locks
 
 
 def test_too_little_room_is_said_before_the_start():

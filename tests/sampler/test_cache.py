@@ -63,11 +63,11 @@ def run(package: Path, code: str, **environment: str) -> tuple[str, str]:
 DRAW = """
 import numpy as np
 from sipipe.sampler.kernels.philox import uniform
-from sipipe.worker.inputs.kernels import append_blocks
-one = np.ones(1, np.int32)
-table = np.zeros((1, 2), np.int32)
-assert append_blocks(np.zeros(1, np.int64), one, one, blocks=table, block_counts=0 * one) == -1
-assert table.tolist() == [[1, 0]]
+from sipipe.worker.inputs.kernels import lay_out
+one, long = np.ones(1, np.int32), np.zeros(1, np.int64)
+out = np.zeros(2, np.int32), long, one.copy(), long.copy(), np.zeros(2, np.int32)
+assert lay_out(one, one, 0 * one, *out) == (1, 1)
+assert long.tolist() == [1]
 print(uniform(np.uint64(7), np.int64(3)))
 """
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams
-from sipipe.sampler.seen import SeenTables
+from sipipe.sampler.kernels.tables import SeenTables
 from sipipe.sampler.state import SequenceColumns
 
 V = 1000

@@ -3,7 +3,6 @@
 import pytest
 
 from sipipe.messages.measured import MIXES
-from sipipe.sampler import measure as module
 from sipipe.sampler import warmup
 
 
@@ -11,16 +10,16 @@ from sipipe.sampler import warmup
 def test_every_mix_is_drawn_and_timed(monkeypatch, dtype):
     drawn = []
 
-    class Columns(module.SequenceColumns):
+    class Columns(warmup.SequenceColumns):
         def sample(self, handles, logits, **how):
             drawn.append(super().sample(handles, logits, **how))
             assert logits.shape == (11, 500)
             return drawn[-1]
 
-    monkeypatch.setattr(module, "SequenceColumns", Columns)
-    found = module.measure(11, 500, dtype)
+    monkeypatch.setattr(warmup, "SequenceColumns", Columns)
+    found = warmup.measure(11, 500, dtype)
     assert list(found) == list(MIXES)
     assert all(seconds > 0 for seconds in found.values())
     assert not any(result.errors for result in drawn)
     assert {len(result.token_ids) for result in drawn} == {11}
-    assert len(drawn) == len(MIXES) * (1 + module.TIMES)
+    assert len(drawn) == len(MIXES) * (1 + warmup.TIMES)

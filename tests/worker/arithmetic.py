@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.worker.draws import feedback_of
-from sipipe.worker.token_feedback import TokenFeedback
+from sipipe.worker.preparation import TokenFeedback
 
 VOCAB = 500
 ROWS = 499

@@ -29,7 +29,7 @@ from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.worker import loaded_stage
 from sipipe.worker.loop import StageLoop
-from sipipe.worker.stage import Surroundings
+from sipipe.worker.sampled_stage import Surroundings
 from sipipe.worker.world import PipelineStandIn
 
 BLOCK, REQUESTS, TOKENS, INFLIGHT = 4, 16, 64, 3

@@ -38,10 +38,10 @@ from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.observe.format import Header
 from sipipe.observe.recorder import open_recorder
+from sipipe.worker.logits import KEY
 from sipipe.worker.loop import StageLoop
-from sipipe.worker.projection import KEY
 from sipipe.worker.projection_thread import ProjectionThread
-from sipipe.worker.stage import Surroundings
+from sipipe.worker.sampled_stage import Surroundings
 from sipipe.worker.vllm_workers import GPUStageWorker
 from sipipe.worker.world import PipelineStandIn
 

@@ -17,7 +17,7 @@ from vllm.utils import torch_utils
 from vllm.v1.worker.gpu import buffer_utils
 
 from sipipe.ipc.link import cuda_device
-from sipipe.worker import device_thread
+from sipipe.worker import device as device_module
 
 from .emulated_cuda import (
     HOST_TENSOR,
@@ -313,5 +313,5 @@ def install(monkeypatch: Any, seed: int) -> Machine:
     monkeypatch.setattr(buffer_utils, "UvaBuffer", UvaBuffer)
     names = {**vars(ctypes), "CDLL": lambda _: Driver()}
     monkeypatch.setattr(cuda_device, "ctypes", SimpleNamespace(**names))
-    monkeypatch.setattr(device_thread, "queue", SimpleNamespace(SimpleQueue=SteppedQueue))
+    monkeypatch.setattr(device_module, "queue", SimpleNamespace(SimpleQueue=SteppedQueue))
     return machine

@@ -20,8 +20,7 @@ from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E
 from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
 from sipipe.ipc.link.receiver import Receiver  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
-from sipipe.worker.device import CudaStageDevice  # noqa: E402
-from sipipe.worker.device_thread import DeviceThread  # noqa: E402
+from sipipe.worker.device import CudaStageDevice, DeviceThread  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
 from sipipe.worker.draws import LastRows  # noqa: E402
 from sipipe.worker.inputs.buffers import InputBuffers  # noqa: E402

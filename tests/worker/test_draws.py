@@ -18,12 +18,11 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker import device_sampler, draws  # noqa: E402
-from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
-from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.draws import LastRows, feedback_of  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
-from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
+from sipipe.worker.preparation import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 

@@ -17,8 +17,7 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
-from sipipe.worker.device import CudaStageDevice  # noqa: E402
-from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.device import CudaStageDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
@@ -111,7 +110,7 @@ def test_pages_are_unlocked_where_the_device_draws():
 ON_GPU_1 = """
 import torch
 from sipipe.worker.device import CudaStageDevice
-from sipipe.worker.device_thread import Launched
+from sipipe.worker.device import Launched
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.publisher import Publisher
 torch.cuda.set_device(1)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sipipe.worker.inputs.kernels import append_blocks, find_prefills, gather_blocks, lay_out
+from sipipe.worker.inputs.kernels import gather_blocks, lay_out
 
 
 def naive_layout(computed, scheduled):
@@ -120,81 +120,3 @@ def test_gather_blocks(batch, block_size, window, seed):
         gather_blocks(rows, computed, scheduled, **arguments, block_table=table, slot_mapping=slots)
         == short
     )
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    batch=st.lists(
-        st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 30)),
-        min_size=1,
-        max_size=10,
-    ),
-    seed=st.integers(0, 99),
-)
-def test_find_prefills(batch, seed):
-    """Each request: computed and scheduled tokens, and how many it had when it was added."""
-    rng = np.random.default_rng(seed)
-    computed, scheduled, lengths = (np.array(part, np.int32) for part in zip(*batch, strict=True))
-    size, cached = len(batch), len(batch) + 3
-    rows = rng.permutation(cached)[:size].astype(np.int64)
-    known = np.full(cached, -9, np.int32)
-    known[rows] = lengths
-    decoding = rng.random(cached) < 0.5
-    before = decoding.copy()
-    out, done = np.full(size + 2, -7, np.int32), np.full(size + 2, -7, np.int32)
-    prefilling, as_decode = np.ones(size + 2, np.bool_), np.ones(size + 2, np.bool_)
-    found = find_prefills(
-        rows,
-        computed,
-        scheduled,
-        known=known,
-        prefill_lens=out,
-        num_computed_prefill_tokens=done,
-        is_prefilling=prefilling,
-        runs_as_decode=as_decode,
-        decoding=decoding,
-    )
-    within = [c < p for c, _, p in batch]
-    short = [w and c > 0 and s == 1 for w, (c, s, _) in zip(within, batch, strict=True)]
-    samples = [c + s >= p for c, s, p in batch]
-    fits = all(s or not w for s, w in zip(short, within, strict=True))
-    assert found == (sum(samples), sum(within), fits)
-    assert out.tolist() == [*lengths, -7, -7]
-    assert done.tolist() == [*(min(c, p) for c, _, p in batch), -7, -7]
-    assert prefilling.tolist() == [*within, True, True]
-    assert as_decode.tolist() == [*short, True, True]
-    for row in range(cached):
-        here = rows.tolist().index(row) if row in rows else None
-        assert decoding[row] == (before[row] if here is None else samples[here])
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    changes=st.lists(
-        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 99), max_size=4)), max_size=6
-    )
-)
-def test_append_blocks(changes):
-    width = 7
-    held = [[1], [], [2, 3, 4], [5]]
-    blocks = np.full((4, width), -7, np.int32)
-    counts = np.array([len(ids) for ids in held], np.int32)
-    for row, ids in enumerate(held):
-        blocks[row, : len(ids)] = ids
-    expected = -1
-    for place, (row, ids) in enumerate(changes):
-        if len(held[row]) + len(ids) > width:
-            expected = place
-            break
-        held[row] = held[row] + ids
-    found = append_blocks(
-        np.array([row for row, _ in changes], np.int64),
-        np.array([len(ids) for _, ids in changes], np.int32),
-        np.array([i for _, ids in changes for i in ids], np.int32),
-        blocks=blocks,
-        block_counts=counts,
-    )
-    assert found == expected
-    assert counts.tolist() == [len(ids) for ids in held]
-    for row, ids in enumerate(held):
-        assert blocks[row].tolist() == ids + [-7] * (width - len(ids))

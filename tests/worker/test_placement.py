@@ -13,8 +13,7 @@ from tests.worker.arithmetic_stages import INFLIGHT, boot_of, place_of  # noqa: 
 from vllm.sequence import IntermediateTensors  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 
-from sipipe.ipc.link.buffers import buffer_bytes  # noqa: E402
-from sipipe.ipc.link.schema import TensorSchema  # noqa: E402
+from sipipe.ipc.link.schema import TensorSchema, buffer_bytes  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.loaded_stage import link_bytes  # noqa: E402

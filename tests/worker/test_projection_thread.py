@@ -29,11 +29,9 @@ from sipipe.ipc.errors import LinkClosedError  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
-from sipipe.worker.device import HostDevice  # noqa: E402
-from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
-from sipipe.worker.logits import LogitsHandover  # noqa: E402
-from sipipe.worker.projection import SharedProjection  # noqa: E402
+from sipipe.worker.logits import LogitsHandover, SharedProjection  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 
 

@@ -13,8 +13,7 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.replies import IterationReport  # noqa: E402
-from sipipe.worker.device import HostDevice  # noqa: E402
-from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.v1.worker.gpu.states import RequestState
 
-from sipipe.worker.inputs.batch import SlotBatch
-from sipipe.worker.inputs.request_state import RequestStates
+from sipipe.worker.inputs.request_state import RequestStates, SlotBatch
 
 from .vllm_preparation import on_host
 

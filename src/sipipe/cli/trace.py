@@ -13,10 +13,9 @@ from rich.table import Column, Table
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
 from sipipe.tools.report.accounting import WORKING
-from sipipe.tools.report.encode import DETAIL
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import read_trace
-from sipipe.tools.report.render import render
+from sipipe.tools.report.render import DETAIL, render
 from sipipe.tools.report.summary import Run
 
 EPILOG = """\

@@ -18,7 +18,6 @@ def main(argv: Sequence[str]) -> int:
     from sipipe.jit import cache_directory
     from sipipe.sampler.drafts import warm_up_ngrams
     from sipipe.sampler.warmup import DTYPES, warm_up
-    from sipipe.worker.cpu_kernels import warmup
     from sipipe.worker.inputs import kernels
 
     began = time.perf_counter()
@@ -28,7 +27,6 @@ def main(argv: Sequence[str]) -> int:
     warm_up_ngrams()
     print(f"{len(DTYPES) + 1}/{len(DTYPES) + 1} input preparation", flush=True)
     kernels.warm_up()
-    warmup.warm_up()
     took = time.perf_counter() - began
     print(f"done after {took:.1f} s: {cache_directory('sipipe.sampler.kernels').parent}")
     return 0

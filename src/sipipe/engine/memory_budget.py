@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sipipe.engine.bus import ring_sizes
-from sipipe.ipc.link.buffers import buffer_bytes
-from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
+from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec, buffer_bytes
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.layout import Layout
 from sipipe.ipc.ring.logits import logits_layout

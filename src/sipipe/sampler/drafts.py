@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sipipe.jit import compiling
 from sipipe.messages.boots import NGramSettings, SuffixSettings
 from sipipe.sampler.kernels.ngrams import MEMORY, Histories, follow, index_all, propose_all
-from sipipe.sampler.seen import grown
+from sipipe.sampler.kernels.tables import grown
 
 Tokens = npt.NDArray[np.int32]
 

@@ -56,10 +56,9 @@ from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
 from sipipe.sampler.drafts import drafter, warm_up_ngrams
 from sipipe.sampler.kernels.rows import NOT_DRAWN
-from sipipe.sampler.measure import measure
 from sipipe.sampler.result import SampleResult
 from sipipe.sampler.state import SequenceColumns, ahead_of
-from sipipe.sampler.warmup import warm_up
+from sipipe.sampler.warmup import measure, warm_up
 
 FRAME_LOGPROBS = 1 << 20
 """Logprobs of one frame of an answer, 8 bytes each, and one row's more: what bounds a sampler's

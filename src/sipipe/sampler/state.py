@@ -21,10 +21,10 @@ import numpy.typing as npt
 from sipipe.messages.params import LogprobsMode, SequenceParams
 from sipipe.sampler.kernels.rows import LATER, NOT_DRAWN, sample_rows
 from sipipe.sampler.kernels.state import Output, RequestState, RowOptions, Scores, Work, make_work
+from sipipe.sampler.kernels.tables import SeenTables, grown
 from sipipe.sampler.layout import read_rows, writeable
 from sipipe.sampler.options import RequestOptions, no_options, row_options
 from sipipe.sampler.result import Logprobs, SampleResult
-from sipipe.sampler.seen import SeenTables, grown
 
 _SEED_MASK = (1 << 64) - 1
 # Parameters that kernels read for every request. vLLM holds top_p and min_p in float32 too, and so

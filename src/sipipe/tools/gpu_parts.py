@@ -24,7 +24,7 @@ that none waits for room in the device's queue."""
 
 def draws(rows: int, vocabulary: int) -> dict[str, float]:
     """Microseconds a row of one sampler, by mix of parameters."""
-    from sipipe.sampler.measure import measure  # Numba
+    from sipipe.sampler.warmup import measure  # Numba
 
     took = measure(rows, vocabulary, "bfloat16")
     return {mix: seconds / rows * 1e6 for mix, seconds in took.items()}

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample import gumbel
 
 from sipipe.messages.params import is_plain
-from sipipe.worker.token_feedback import StandInSampler
+from sipipe.worker.preparation import StandInSampler
 
 
 class DeviceSampler(StandInSampler):

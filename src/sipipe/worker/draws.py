@@ -24,14 +24,12 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from sipipe.errors import DamagedError, StallError
-from sipipe.worker.device import Device
+from sipipe.worker.device import Device, Launched
 from sipipe.worker.device_sampler import DeviceSampler
-from sipipe.worker.device_thread import Launched
-from sipipe.worker.inputs.batch import scheduling_order
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.logits import LogitsHandover, StageLogits
-from sipipe.worker.projection import Projection
-from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
+from sipipe.worker.inputs.request_state import scheduling_order
+from sipipe.worker.logits import LogitsHandover, Projection, StageLogits
+from sipipe.worker.preparation import StandInSampler, TokenFeedback
 
 Rows = npt.NDArray[np.int64]
 

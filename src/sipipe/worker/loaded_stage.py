@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.cuda_device import reaches_others
-from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
 from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint, buffer_tokens
@@ -28,9 +27,8 @@ from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.measure import measure_stage
-from sipipe.worker.sampled_stage import SampledStage
+from sipipe.worker.sampled_stage import SampledStage, Surroundings
 from sipipe.worker.sharing import Sharing
-from sipipe.worker.stage import Surroundings
 
 
 def link_bytes(runner: Any, boot: WorkerBoot) -> int:

@@ -1,4 +1,4 @@
-"""Logits of the last stage: this rank's columns of the vocabulary, into their BIC-L entry.
+"""Logits of the last stage, into their BIC-L entry, and where its output projection is computed.
 
 vLLM gathers the tensor-parallel shards of the logits so that its own sampler sees whole rows.
 SiPipe's samplers read shards from shared memory, where rank r's columns stand beside the others'
@@ -6,12 +6,23 @@ SiPipe's samplers read shards from shared memory, where rank r's columns stand b
 model's instance. The projection writes its result into the entry itself where vLLM lets its memory
 be chosen, else it is copied there.
 
-Who runs here: the device thread computes; the publisher's and the projection's threads hand over.
+Shared out, the last stage's final hidden states, of the rows that sample, go to every other stage on
+a link of their own. There they are multiplied by that stage's rows of the matrix
+(:mod:`sipipe.worker.projection_thread`), whose logits go into the same place of BIC-L as
+everybody's: samplers draw when the last writer is done. The rows come from the last stage's loaded
+model, whatever its checkpoint looks like, and the product is vLLM's.
+
+Who runs here: the device thread computes; the publisher's and the projection's threads hand over;
+whoever follows BIC-I closes.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -19,7 +30,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsWriter
+from sipipe.observe.phases import Phase
+from sipipe.worker.device import Launched
+from sipipe.worker.inputs.model_input import ModelInput
+
+if TYPE_CHECKING:
+    from sipipe.worker.projection_rows import ProjectionShard
 
 
 class Call(NamedTuple):
@@ -203,3 +221,72 @@ class _AllocatedIn(TorchFunctionMode):
             self._into = None
             return into
         return func(*args, **kwargs)
+
+
+Record = Callable[[Phase, ModelInput, int, int], None]
+"""Takes a phase, its iteration, when it began and when it ended."""
+KEY = "hidden_states"
+"""Of final hidden states on their links."""
+
+
+class Projection:
+    """Not shared out: the last stage has all of it, ``stage_logits``, other stages nothing."""
+
+    def __init__(self, stage_logits: StageLogits | None = None) -> None:
+        self._stage_logits = stage_logits
+
+    def passing(self) -> AbstractContextManager[object]:
+        """Held while a forward pass is launched."""
+        return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Held within :meth:`passing`, while the pass waits for another process."""
+        return nullcontext()
+
+    def columns(
+        self,
+        inputs: ModelInput,  # noqa: ARG002
+        rows: torch.Tensor,
+        into: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Last stage: this rank's columns of the logits of final hidden states [n, H]; in ``into``
+        as :meth:`StageLogits.compute` has it. None on a rank that writes none."""
+        assert self._stage_logits is not None, "only the last stage has final hidden states"
+        return self._stage_logits.compute(rows, into)
+
+    def put(self, launched: Launched) -> None:
+        """An iteration has been launched."""
+
+    def drain(self) -> None:
+        """Return when nothing of an iteration is due."""
+
+    def doing(self) -> str:
+        """What is due, for the report of a stall."""
+        return ""
+
+    def close(self) -> None:
+        """End the links, and whatever waits for them."""
+
+
+@dataclass
+class SharedProjection(Projection):
+    """The last stage's part, where it is shared out."""
+
+    _senders: Sequence[Sender]
+    """One to each other stage."""
+    _shard: ProjectionShard
+    _record: Record
+
+    def columns(
+        self, inputs: ModelInput, rows: torch.Tensor, into: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        began = time.monotonic_ns()
+        for sender in self._senders:
+            # wait: stall_timeout; a stage that is m products behind, or its end
+            sender.send(inputs.iteration, len(rows), {KEY: rows})
+        self._record(Phase.SEND, inputs, began, time.monotonic_ns())
+        return self._shard.whole(rows, into)
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()

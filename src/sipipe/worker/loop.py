@@ -16,7 +16,7 @@ from sipipe.cores import bind_threads, run_soon
 from sipipe.messages import calls
 from sipipe.worker.links import Links
 from sipipe.worker.loaded_stage import LoadedStage
-from sipipe.worker.stage import ClosedStage, Surroundings
+from sipipe.worker.sampled_stage import ClosedStage, Surroundings
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer

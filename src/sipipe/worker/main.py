@@ -157,7 +157,7 @@ class Main:
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
         from sipipe.worker.loop import StageLoop
-        from sipipe.worker.stage import Surroundings
+        from sipipe.worker.sampled_stage import Surroundings
 
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)

@@ -1,7 +1,7 @@
 """The output projection shared out, on a stage of vLLM's second runner that is not the last.
 
 The last stage's final hidden states, of the rows that sample, come on a link of their own, and are
-multiplied by this stage's rows of the matrix (:mod:`sipipe.worker.projection`) by a thread and on a
+multiplied by this stage's rows of the matrix (:mod:`sipipe.worker.logits`) by a thread and on a
 stream of their own: rows that come late hold up no forward pass, which the launching thread puts
 into the stage's own stream. The last stage multiplies in that stream, behind its layers, and its
 publisher hands its columns over as ever.
@@ -37,10 +37,8 @@ import torch
 
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.observe.phases import Phase
-from sipipe.worker.device import Device, HostDevice
-from sipipe.worker.device_thread import DeviceThread, Launched
-from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.projection import KEY, Projection, Record
+from sipipe.worker.device import Device, DeviceThread, HostDevice, Launched
+from sipipe.worker.logits import KEY, LogitsHandover, Projection, Record
 from sipipe.worker.projection_rows import ProjectionShard
 
 Turn = AbstractContextManager[Any]

@@ -19,10 +19,8 @@ from contextlib import ExitStack
 
 from sipipe.messages.replies import IterationReport
 from sipipe.observe.phases import Phase
-from sipipe.worker.device import Device
-from sipipe.worker.device_thread import DeviceThread, Launched
-from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.projection import Record
+from sipipe.worker.device import Device, DeviceThread, Launched
+from sipipe.worker.logits import LogitsHandover, Record
 
 
 class Publisher(DeviceThread):

@@ -18,8 +18,7 @@ from sipipe.messages.boots import ProjectionOffer, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import Device
-from sipipe.worker.logits import LogitsHandover, StageLogits
-from sipipe.worker.projection import Projection, Record, SharedProjection
+from sipipe.worker.logits import LogitsHandover, Projection, Record, SharedProjection, StageLogits
 from sipipe.worker.projection_rows import OfferedRows, ProjectionShard, time_parts
 from sipipe.worker.projection_thread import ProjectionThread
 

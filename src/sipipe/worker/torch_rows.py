@@ -20,10 +20,10 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from sipipe.worker.device_thread import Launched
+from sipipe.worker.device import Launched
 from sipipe.worker.draws import WholeBatch, sampling_rows
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.token_feedback import StandInSampler
+from sipipe.worker.preparation import StandInSampler
 
 _BLOCK = 16
 """Tokens of a cache block, of which the batch here keeps a table that nobody reads."""

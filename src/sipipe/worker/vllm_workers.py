@@ -2,10 +2,15 @@
 
 They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in what
 stands for parts of its second runner (:mod:`sipipe.worker.draws`).
+
+Nor does vLLM's CPU build read its cache of compiled models, which it writes at every start: it
+finishes what it loads by a method of its own backend's functions. On CPUs torch's inductor is the
+backend, whose functions need no finishing and lack the method, so each worker would compile anew.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -14,17 +19,17 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
 from sipipe.messages.places import StagePlace
-from sipipe.worker.compile_cache import use_compiled
 from sipipe.worker.world import stage_world
 
 if TYPE_CHECKING:
-    from sipipe.worker.token_feedback import TokenFeedback
+    from sipipe.worker.preparation import TokenFeedback
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -141,3 +146,24 @@ if current_platform.is_cpu():
         def load_model(self, *args: Any, **kwargs: Any) -> None:
             use_compiled(self.vllm_config)
             super().load_model(*args, **kwargs)
+
+
+def use_compiled(config: VllmConfig) -> None:
+    """From now on this process loads what was compiled for this model, these processor features and as
+    many threads. Call once its threads are set. Compiled code has both built in, and torch compares
+    neither, so they become a part of the configuration, from which vLLM names the file."""
+    built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    config.additional_config = {**config.additional_config, "compiled_for": built_for}
+    torch.compiler.load_compiled_function = _finished(torch.compiler.load_compiled_function)
+
+
+def _finished(load: Any) -> Any:
+    @functools.wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        function = found._artifacts.compiled_fn
+        if not hasattr(function, "finalize_loading"):
+            function.finalize_loading = lambda _: None
+        return found
+
+    return loaded

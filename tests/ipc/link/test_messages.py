@@ -9,8 +9,7 @@ import torch
 from tests.asleep import restless
 from tests.ipc.link.conftest import BOUND, hidden
 
-from sipipe.ipc.link.header import HEADER_BYTES
-from sipipe.ipc.link.packets import PacketConnection
+from sipipe.ipc.link.packets import HEADER_BYTES, PacketConnection
 from sipipe.ipc.link.zeromq import _Packets
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.schema import ALIGNMENT, TOKENS, TensorSchema
+from sipipe.ipc.link.schema import ALIGNMENT, TOKENS, Buffers, TensorSchema, buffer_bytes
 
 
 def tensors(num_tokens: int, **extra: torch.Tensor) -> dict[str, torch.Tensor]:

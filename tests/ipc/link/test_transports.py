@@ -12,7 +12,7 @@ from tests.ipc.link.conftest import BOUND, WIDTH, hidden
 from sipipe.errors import StallError
 from sipipe.ipc.errors import LinkClosedError, TransferMismatchError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.ipc.link.header import Header, Kind, pack
+from sipipe.ipc.link.packets import Header, Kind, pack
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 

@@ -23,10 +23,17 @@ from tests.tools.report.timeline import pipeline
 from sipipe.observe.format import OLDER, RECORD, SUFFIX, encode_header, read_file
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.accounting import SEGMENT, Cause
-from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
-from sipipe.tools.report.render import page_data, render
+from sipipe.tools.report.render import (
+    QUANTUM_NS,
+    column,
+    lanes,
+    page_data,
+    record_lane,
+    render,
+    segment_lane,
+)
 from sipipe.tools.report.statistics import busiest, utilization
 from sipipe.tools.report.summary import Run
 

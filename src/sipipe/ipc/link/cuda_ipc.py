@@ -30,10 +30,9 @@ import torch
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import LinkClosedError, PeerDiedError
-from sipipe.ipc.link.buffers import Buffers
 from sipipe.ipc.link.cuda_device import CudaDevice
-from sipipe.ipc.link.header import Header, pack
-from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.packets import Header, pack
+from sipipe.ipc.link.schema import Buffers, TensorSchema
 from sipipe.ipc.link.shm import MEMORY, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
 

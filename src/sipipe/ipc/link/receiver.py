@@ -18,7 +18,7 @@ import torch
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import LinkClosedError, TransferMismatchError
-from sipipe.ipc.link.header import Header
+from sipipe.ipc.link.packets import Header
 from sipipe.ipc.link.shm import ShmReceiving
 from sipipe.messages.link import LinkEndpoint
 

@@ -28,7 +28,7 @@ import torch
 
 from sipipe.errors import SiPipeError, StallError
 from sipipe.ipc.errors import LinkClosedError
-from sipipe.ipc.link.header import Header, Kind
+from sipipe.ipc.link.packets import Header, Kind
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import ShmSending
 from sipipe.messages.link import LinkEndpoint

@@ -27,10 +27,8 @@ import torch
 
 from sipipe.errors import ResourceError, UnsupportedError
 from sipipe.ipc.errors import LinkClosedError, PeerDiedError, TransferMismatchError
-from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.header import HEADER_BYTES, Header, Kind, pack, unpack
-from sipipe.ipc.link.packets import PacketConnection
-from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.packets import HEADER_BYTES, Header, Kind, PacketConnection, pack, unpack
+from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
 from sipipe.messages.link import LinkEndpoint
 
 QUICK_BYTES = 256 << 10

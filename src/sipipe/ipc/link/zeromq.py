@@ -20,9 +20,8 @@ import torch
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.frames import Place
-from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.header import Header, Kind, pack, unpack
-from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.packets import Header, Kind, pack, unpack
+from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending, until_reached
 from sipipe.messages.link import LinkEndpoint
 

@@ -4,26 +4,107 @@ Who runs here
     The producer's threads, one at a time; each reader in a process or thread of its own. The ring
     (:mod:`sipipe.ipc.ring.ring`) does all synchronization; what is here lays messages out.
 Guarantees
-    A message is a sequence of parts (:mod:`sipipe.ipc.ring.message`), written once, whatever the
-    number of readers. One that fits an entry is read in place. A larger one is cut into consecutive
-    entries, and each reader puts it together in memory of its own. A producer whose time is up amid
-    a cut message gives it up, and the readers drop what they have of it.
+    A message is a sequence of parts, written once, whatever the number of readers. One that fits an
+    entry is read in place. A larger one is cut into consecutive entries, and each reader puts it
+    together in memory of its own. A producer whose time is up amid a cut message gives it up, and
+    the readers drop what they have of it.
     A dead reader holds nobody up. The producer hears that it died elsewhere, and says so with
     ``remove_reader``.
 
-An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
+An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message. In
+the entry, or in the memory of a reader that puts a message together:
+
+    ┌ 8-byte length of each part ┬ part 0 ┬ part 1 ┬ …   parts start at multiples of 16
 """
 
+import functools
+import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from sipipe.ipc.errors import ChannelClosed
+from sipipe.ipc.ring.ends import RingReader, RingWriter
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
-from sipipe.ipc.ring.message import Message, Part, lay_out, measure, parts_in
-from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
-from sipipe.ipc.ring.writer import RingWriter
+
+Part = bytes | bytearray | memoryview
+"""What a part may be: any C-contiguous buffer, a NumPy array too."""
+
+_MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
+
+
+@dataclass(slots=True)
+class Message:
+    """One received message, a context manager that gives the memory back at its end. ``parts`` are
+    read-only, and can be read until then, at the latest until the next receive; afterwards the
+    content of an array made from one changes: copy what must live longer. ``sequence`` counts from
+    the producer's first message."""
+
+    sequence: int
+    parts: Sequence[memoryview]
+    _unlock: Callable[[], None]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self.parts:
+            try:  # noqa: SIM105 - suppress() costs as much as all the rest
+                part.release()
+            except BufferError:
+                pass
+        self.parts = ()
+        self._unlock()
+
+
+@functools.cache  # as many as there are numbers of parts: a few
+def _table(count: int) -> struct.Struct:
+    """The lengths of so many parts."""
+    return struct.Struct(f"<{count}Q")
+
+
+def measure(parts: Sequence[Part]) -> tuple[list[Part], int]:
+    """The bytes of each part, and how many bytes the message takes with table and padding."""
+    views = []
+    total = (8 * len(parts) + 15) & _MASK
+    for part in parts:
+        view = part if type(part) is bytes else _bytes_of(part)
+        views.append(view)
+        total += (len(view) + 15) & _MASK
+    return views, total
+
+
+def lay_out(target: memoryview, views: Sequence[Part]) -> None:
+    """Write the table and the parts of a message."""
+    count = len(views)
+    _table(count).pack_into(target, 0, *map(len, views))
+    place = (8 * count + 15) & _MASK
+    for view in views:
+        end = place + len(view)
+        target[place:end] = view
+        place = (end + 15) & _MASK
+
+
+def parts_in(view: memoryview, count: int) -> list[memoryview]:
+    """The parts of the message at the start of ``view``, in place."""
+    place = (8 * count + 15) & _MASK
+    parts = []
+    for size in _table(count).unpack_from(view):
+        end = place + size
+        parts.append(view[place:end])
+        place = (end + 15) & _MASK
+    return parts
+
+
+def _bytes_of(part: Part) -> Part:
+    """``part`` itself or a view of its bytes."""
+    if isinstance(part, bytes | bytearray):
+        return part
+    view = memoryview(part)
+    return view.cast("B") if view.nbytes else b""
 
 
 class DispatchProducer:

@@ -20,10 +20,9 @@ from typing import Any, Self
 import msgspec
 import numpy.typing as npt
 
+from sipipe.ipc.ring.ends import RingReader, RingWriter
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
-from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
-from sipipe.ipc.ring.writer import RingWriter
 from sipipe.messages.logits import LogitsShape
 
 

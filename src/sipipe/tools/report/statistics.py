@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.observe.phases import DEVICE_PHASES, Phase
-from sipipe.tools.report.accounting import Pipeline
-from sipipe.tools.report.intervals import Array, ByIteration, Intervals
+from sipipe.tools.report.accounting import Array, ByIteration, Intervals, Pipeline
 from sipipe.tools.report.reader import Records, Trace
 
 Floats = npt.NDArray[np.float64]

@@ -24,34 +24,33 @@ import torch
 from vllm.triton_utils import HAS_TRITON, triton
 from vllm.utils.math_utils import next_power_of_2
 
-from sipipe.worker.cpu_kernels import inputs, states
-from sipipe.worker.cpu_kernels.warmup import warm_up
+from sipipe.worker.cpu_kernels import kernels
 
-COMPILED: dict[str, Callable[..., None]] = {
-    "gpu.buffer_utils._apply_write_kernel": states.apply_write,
-    "gpu.block_table._gather_block_tables_kernel": inputs.gather_block_tables,
-    "gpu.block_table._compute_slot_mappings_kernel": inputs.compute_slot_mappings,
-    "gpu.input_batch._prepare_prefill_inputs_kernel": inputs.prepare_prefill_inputs,
-    "gpu.input_batch._prepare_pos_seq_lens_kernel": inputs.prepare_pos_seq_lens,
+ARRAYS: dict[str, Callable[..., None]] = {
+    "gpu.buffer_utils._apply_write_kernel": kernels.apply_write,
+    "gpu.block_table._gather_block_tables_kernel": kernels.gather_block_tables,
+    "gpu.block_table._compute_slot_mappings_kernel": kernels.compute_slot_mappings,
+    "gpu.input_batch._prepare_prefill_inputs_kernel": kernels.prepare_prefill_inputs,
+    "gpu.input_batch._prepare_pos_seq_lens_kernel": kernels.prepare_pos_seq_lens,
     "gpu.input_batch._combine_sampled_and_draft_tokens_kernel": (
-        inputs.combine_sampled_and_draft_tokens
+        kernels.combine_sampled_and_draft_tokens
     ),
-    "gpu.input_batch._post_update_kernel": states.post_update,
+    "gpu.input_batch._post_update_kernel": kernels.post_update,
     "gpu.input_batch._post_update_num_computed_tokens_kernel": (
-        states.post_update_num_computed_tokens
+        kernels.post_update_num_computed_tokens
     ),
-    "gpu.mm.rope._prepare_rope_positions_kernel": inputs.prepare_rope_positions,
-    "gpu.model_states.mamba_hybrid._fill_num_accepted_kernel": states.fill_num_accepted,
-    "gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel": states.scatter_num_accepted,
+    "gpu.mm.rope._prepare_rope_positions_kernel": kernels.prepare_rope_positions,
+    "gpu.model_states.mamba_hybrid._fill_num_accepted_kernel": kernels.fill_num_accepted,
+    "gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel": kernels.scatter_num_accepted,
     "gpu.model_states.mamba_hybrid.preprocess_mamba_align_fused_kernel": (
-        states.preprocess_mamba_align
+        kernels.preprocess_mamba_align
     ),
-    "mamba_utils.precopy_mamba_align_fused_kernel": states.precopy_mamba_align,
-    "mamba_utils.postprocess_mamba_fused_kernel": states.postprocess_mamba,
+    "mamba_utils.precopy_mamba_align_fused_kernel": kernels.precopy_mamba_align,
+    "mamba_utils.postprocess_mamba_fused_kernel": kernels.postprocess_mamba,
     "gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
-        inputs.prompt_logprobs_token_ids
+        kernels.prompt_logprobs_token_ids
     ),
-    "utils._zero_kv_blocks_kernel": states.zero_kv_blocks,
+    "utils._zero_kv_blocks_kernel": kernels.zero_kv_blocks,
 }
 """Ours for vLLM's, by its name below ``vllm.v1.worker``; they take arrays."""
 
@@ -100,12 +99,12 @@ def apply_prompt_embeds(
                 ctypes.memmove(into[first + place].data_ptr(), source + at * width, width)
 
 
-VECTORIZED: dict[str, Callable[..., None]] = {
+TENSORS: dict[str, Callable[..., None]] = {
     "gpu.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
     "gpu.sample.logprob._ranks_kernel": ranks,
     "gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel": apply_prompt_embeds,
 }
-"""As :data:`COMPILED`, but torch's own, or seldom needed: they take tensors."""
+"""As :data:`ARRAYS`, but torch's own, or seldom needed: they take tensors."""
 
 
 class Launch:
@@ -123,7 +122,7 @@ class Launch:
     ) -> None:
         self._function, self._take = function, take
         given = list(inspect.signature(kernel).parameters)
-        wanted = inspect.signature(getattr(function, "py_func", function)).parameters
+        wanted = inspect.signature(function).parameters
         self._hands_grid = "grid" in wanted
         self._wanted = [(given.index(name), name) for name in wanted if name in given]
         missing = [
@@ -151,7 +150,7 @@ def array(argument: Any) -> Any:
 
 
 def install() -> None:
-    """Set ours in place of vLLM's kernels, in this process, and compile them.
+    """Set ours in place of vLLM's kernels, in this process.
 
     Nothing is done where Triton runs on CPUs: vLLM's own kernels do. Raises TypeError,
     AttributeError: this vLLM's kernels are others."""
@@ -159,10 +158,9 @@ def install() -> None:
         return
     # vLLM's stand-in for Triton lacks what launches of the second runner ask for.
     triton.next_power_of_2 = next_power_of_2
-    for table, take in ((COMPILED, array), (VECTORIZED, lambda tensor: tensor)):
+    for table, take in ((ARRAYS, array), (TENSORS, lambda tensor: tensor)):
         for name, function in table.items():
             below, _, kernel = name.rpartition(".")
             module = import_module(f"vllm.v1.worker.{below}")
             if not isinstance(found := getattr(module, kernel), Launch):
                 setattr(module, kernel, Launch(found, function, take))
-    warm_up()

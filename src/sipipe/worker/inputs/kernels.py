@@ -15,7 +15,6 @@ from sipipe.jit import compiling, entry
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @entry
@@ -116,85 +115,11 @@ def gather_blocks(
     return -1
 
 
-@entry
-def find_prefills(
-    rows: Int64,
-    num_computed_tokens: Int32,
-    num_scheduled_tokens: Int32,
-    known: Int32,
-    prefill_lens: Int32,
-    num_computed_prefill_tokens: Int32,
-    is_prefilling: Bools,
-    runs_as_decode: Bools,
-    decoding: Bools,
-) -> tuple[int, int, bool]:
-    """Write which requests of a batch are in their prefill, and which end it or are past it.
-
-    Args:
-        rows: [B], each request's row of the request states.
-        num_computed_tokens, num_scheduled_tokens: [B], before and in this iteration.
-        known: [R], tokens of every known request when it was added.
-        prefill_lens, num_computed_prefill_tokens: out, at least [B]; those, and computed ones.
-        is_prefilling: out, at least [B]; whether the request is in its prefill.
-        runs_as_decode: out, at least [B]; whether it is, with one token behind others.
-        decoding: out, [R]; whether the request samples in this iteration; written at ``rows`` only.
-
-    Returns how many requests sample, how many are in their prefill, and whether all of those run as
-    decodes.
-    """
-    samples = prefilling = 0
-    as_decodes = True
-    for row in range(rows.shape[0]):
-        source = rows[row]
-        length = known[source]
-        first = num_computed_tokens[row]
-        within = first < length
-        as_decode = within and first > 0 and num_scheduled_tokens[row] == 1
-        prefill_lens[row] = length
-        num_computed_prefill_tokens[row] = min(first, length)
-        is_prefilling[row] = within
-        runs_as_decode[row] = as_decode
-        decoding[source] = first + num_scheduled_tokens[row] >= length
-        samples += decoding[source]
-        prefilling += within
-        as_decodes = as_decodes and (as_decode or not within)
-    return samples, prefilling, as_decodes
-
-
-@entry
-def append_blocks(
-    rows: Int64, lengths: Int32, ids: Int32, blocks: Int32, block_counts: Int32
-) -> int:
-    """Write block ids behind those that requests have.
-
-    Args:
-        rows, lengths: [n], rows of the request states, which may repeat, and how many ids each gets.
-        ids: their ids, one request after another.
-        blocks, block_counts: in and out, [R, W], and [R], how many of a row are valid.
-
-    Returns -1, or the first change that does not fit its row (it and later ones are not written).
-    """
-    start = 0
-    for change in range(rows.shape[0]):
-        row = rows[change]
-        count = block_counts[row]
-        length = lengths[change]
-        if count + length > blocks.shape[1]:
-            return change
-        for j in range(length):
-            blocks[row, count + j] = ids[start + j]
-        block_counts[row] = count + length
-        start += length
-    return -1
-
-
 def warm_up() -> None:
     """Compile every kernel (or load it from the cache): at start-up, not in the first request."""
-    row, int32, flag = np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros(1, np.bool_)
+    row, int32 = np.zeros(1, np.int64), np.ones(1, np.int32)
     starts, table = np.zeros(2, np.int32), np.zeros((1, 2), np.int32)
     out = np.zeros(1, np.int32)
     with compiling("sipipe.worker.inputs"):
         lay_out(int32, int32, out, starts, row.copy(), out.copy(), row.copy(), starts.copy())
-        find_prefills(row, int32, int32, int32, out, out.copy(), flag, flag.copy(), flag.copy())
-        append_blocks(row, int32, int32, table, out.copy())
         gather_blocks(row, int32, int32, table, int32, 2, 0, True, table.copy(), row.copy())

@@ -23,12 +23,16 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sipipe.worker.inputs import kernels
-from sipipe.worker.inputs.batch import SlotBatch, batch_order, scheduling_order
 from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.kernels import Int32, Int64
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import CacheGroup
-from sipipe.worker.inputs.request_state import RequestStates
+from sipipe.worker.inputs.request_state import (
+    RequestStates,
+    SlotBatch,
+    batch_order,
+    scheduling_order,
+)
 
 T = TypeVar("T")
 
@@ -195,19 +199,17 @@ class InputPreparer:
         assert tokens == inputs.num_tokens, "the scheduling output's numbers of tokens disagree"
         target.starts.np[: count + 1] = target.query_start_loc.np[: count + 1]
         target.lengths.np[:count] = target.seq_lens.np[:count]
-        samples, prefilling, as_decodes = kernels.find_prefills(
-            batch.rows,
-            computed,
-            scheduled,
-            known=states.prefill_lens,
-            prefill_lens=target.prefill_lens.np,
-            num_computed_prefill_tokens=target.num_computed_prefill_tokens.np,
-            is_prefilling=target.is_prefilling.np,
-            runs_as_decode=target.runs_as_decode.np,
-            decoding=states.decoding,
-        )
-        inputs.has_prefill = prefilling > 0
-        inputs.decode_graph_eligible = as_decodes
+        known = states.prefill_lens[batch.rows]
+        within = computed < known
+        as_decode = within & (computed > 0) & (scheduled == 1)
+        samples = computed + scheduled >= known
+        states.decoding[batch.rows] = samples
+        target.prefill_lens.np[:count] = known
+        np.minimum(computed, known, out=target.num_computed_prefill_tokens.np[:count])
+        target.is_prefilling.np[:count] = within
+        target.runs_as_decode.np[:count] = as_decode
+        inputs.has_prefill = bool(within.any())
+        inputs.decode_graph_eligible = bool((as_decode == within).all())
         for group, (_, block_size, window, mapped) in enumerate(self._groups):
             overflow = kernels.gather_blocks(
                 batch.rows,
@@ -227,7 +229,7 @@ class InputPreparer:
                     f"{int(computed[overflow] + scheduled[overflow])} tokens but has blocks for "
                     f"{int(states.block_counts[group][batch.rows[overflow]]) * block_size}"
                 )
-        return int(samples)
+        return int(np.count_nonzero(samples))
 
 
 def _fill_tokens(

@@ -1,4 +1,4 @@
-// Columns as tools/report/encode.py writes them, back to typed arrays.
+// Columns as tools/report/render.py writes them, back to typed arrays.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
