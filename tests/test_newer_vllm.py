@@ -48,7 +48,8 @@ def environment(newer: Path) -> dict[str, str]:
     """Of a process that is to have ``newer``, which keeps what it finds out where no other vLLM does:
     under the same names it would be of the wrong release, for both, in turn."""
     mine = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    return {**mine, "PYTHONPATH": str(newer), "VLLM_CACHE_ROOT": f"{newer}-cache"}
+    path = os.pathsep.join([str(newer), *filter(None, [mine.get("PYTHONPATH")])])
+    return {**mine, "PYTHONPATH": path, "VLLM_CACHE_ROOT": f"{newer}-cache"}
 
 
 def run(newer: Path, *arguments: str) -> None:
