@@ -5,7 +5,7 @@ BIN := .venv/bin
 CODE := src tests benchmarks scripts
 BENCHMARKS := $(filter-out ablation asleep busy calibration calibration_traces harness in_turn delayed_cable emulate goals made_up_trace measure paper paper_columns pictures results stage_recorders stock_trace,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
 
-# Two processes, each with half of the tests that start engines first (tests/conftest.py).
+# Two processes, those tests that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help

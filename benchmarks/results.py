@@ -5,7 +5,7 @@ All of them stand in ``benchmarks/results/README.md``; other pages repeat a few.
     python -m benchmarks.results                      write tables and pictures anew
     python -m benchmarks.results --check              name those that differ (also a test)
     python -m benchmarks.results --keep serving …     first take build/bench/serving.json, …
-    python -m benchmarks.results --stale              name those of other code (make release)
+    python -m benchmarks.results --stale              name those of other code, and their commands (make release)
 
 A page has a table between two comments, a single figure between two others, and between two more
 the line below a table, here below a picture::
@@ -226,7 +226,10 @@ def main() -> int:
     if options.stale:
         found = stale()
         print(f"stale: {_count(found)}")
-        print("\n".join(f"{name}: {', '.join(packages)}" for name, packages in found.items()))
+        for name, packages in found.items():
+            print(f"{name}: changed since: {', '.join(packages)}\n    {_kept(name)['command']}")
+        if found:
+            print("then: python -m benchmarks.results --keep NAME …")
         return int(bool(found))
     for name in options.keep:
         path = Path(name) if name.endswith(".json") else BUILD / f"{name}.json"

@@ -16,8 +16,12 @@ WORKDIR /opt/sipipe
 # A build of torch for CPUs, from its makers' index; without it pip takes the one for CUDA.
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1
-COPY --chown=sipipe . .
-RUN python3 scripts/setup
+COPY --chown=sipipe pyproject.toml README.md LICENSE ./
+COPY --chown=sipipe requirements requirements
+COPY --chown=sipipe scripts/setup scripts/
+COPY --chown=sipipe deploy/prefill_router.py deploy/
+COPY --chown=sipipe src src
+RUN python3 scripts/setup --no-tools
 ENV PATH=/opt/sipipe/.venv/bin:$PATH \
     HF_HOME=/models \
     SIPIPE_CACHE_DIR=/opt/sipipe/cache

@@ -29,15 +29,9 @@ print("sampling alone:", tokens)
 def main() -> None:
     version = re.search(r'__version__ = "(.+)"', (ROOT / "src/sipipe/_version.py").read_text())
     assert version is not None
-    newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version[1])
-    check("CHANGELOG.md gives its date", newest is not None and "not released" not in newest[2])
     tracked = run("git", "ls-files", cwd=ROOT).splitlines()
     wanted = {name for name in tracked if not name.startswith((".ci", ".git"))}
-    changed = run("git", "status", "--porcelain", cwd=ROOT)
-    check("the tree is committed", changed == "")
-    command = (sys.executable, "-m", "benchmarks.results", "--stale")
-    check("no kept figure is stale", not subprocess.run(command, cwd=ROOT, check=False).returncode)
+    check_tree(version[1])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", name, cwd=ROOT)
@@ -63,6 +57,16 @@ def main() -> None:
     if FAILED:
         sys.exit(f"release: not ready: {', '.join(FAILED)}")
     print(f"release: {version[1]} is ready: tag it v{version[1]}, and upload what is built")
+
+
+def check_tree(version: str) -> None:
+    """Its change log, its state, and that its figures are of its code."""
+    newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version)
+    check("CHANGELOG.md gives its date", newest is not None and "not released" not in newest[2])
+    check("the tree is committed", run("git", "status", "--porcelain", cwd=ROOT) == "")
+    command = (sys.executable, "-m", "benchmarks.results", "--stale")
+    check("no kept figure is stale", not subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
 FAILED: list[str] = []

@@ -19,6 +19,9 @@ SHARING = ("features", "parity", "sudden_end")
 """Of tests/engine: they take turns with the same engines (:func:`tests.engine.engines.run_engine`),
 and those that end them come last."""
 
+WHOLE = ("tests/engine/test_layers.py", "tests/sampler/test_processes.py")
+"""Start no engine; what their tests share takes seconds, and would be made in both processes."""
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
@@ -36,27 +39,43 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
+def _engines() -> dict[str, bool]:
+    """Of files that are run as a whole whether they share engines, in the order in which they run."""
+    root = Path(__file__).parent
+    files = [*root.glob("engine/**/test_*.py"), *root.glob("faults/*.py")]
+    started = [file for file in sorted(files) if "pytest.mark.engine" in file.read_text()]
+    shared = [file.stem.removeprefix("test_") in SHARING for file in started]
+    last = {
+        str(file.relative_to(root.parent)): it for file, it in zip(started, shared, strict=True)
+    }
+    first = {name: True for name, it in last.items() if it}
+    return first | {"tests/test_newer_vllm.py": False} | last | dict.fromkeys(WHOLE, False)
+
+
+ENGINES = _engines()
+
+
+def pytest_collection_modifyitems(items) -> None:
+    places = {name: place for place, name in enumerate(ENGINES)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: to look through it takes half a second each time
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Two processes run tests: each begins with its own half of the files that start engines and
-    nothing else, one engine after the other, and both go on with what is left, one test at a time."""
+    """Two processes run tests. Files that start engines come first, one engine after the other in
+    each process: those that share them in one, the others file by file in the one that is free.
+    What is left is taken one test at a time, so that both end together."""
     from xdist.scheduler import LoadScopeScheduling
 
-    root = Path(__file__).parent
-    files = [
-        root / "test_newer_vllm.py",
-        *root.glob("engine/**/test_*.py"),
-        *root.glob("faults/*.py"),
-    ]
-    engines = {
-        str(file.relative_to(root.parent)): file.stem.removeprefix("test_") in SHARING
-        for file in files
-        if "pytest.mark.engine" in file.read_text()
-    }
+    config.option.loadscopereorder = False  # in the order above, not the most tests first
 
-    class EnginesTogether(LoadScopeScheduling):
+    class EnginesFirst(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            shared = engines.get(nodeid.partition("::")[0])
-            return nodeid if shared is None else "shared engines" if shared else "own engines"
+            file = nodeid.partition("::")[0]
+            return nodeid if file not in ENGINES else "shared engines" if ENGINES[file] else file
 
-    return EnginesTogether(config, log)
+    return EnginesFirst(config, log)

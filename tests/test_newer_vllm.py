@@ -44,13 +44,20 @@ def newer():
         pytest.skip(str(error))
 
 
+def environment(newer: Path) -> dict[str, str]:
+    """Of a process that is to have ``newer``, which keeps what it finds out where no other vLLM does:
+    under the same names it would be of the wrong release, for both, in turn."""
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    path = os.pathsep.join([str(newer), *filter(None, [mine.get("PYTHONPATH")])])
+    return {**mine, "PYTHONPATH": path, "VLLM_CACHE_ROOT": f"{newer}-cache"}
+
+
 def run(newer: Path, *arguments: str) -> None:
     """Run tests on ``newer``; fail with what pytest says of those that fail."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(
         command,
-        env={**environment, "PYTHONPATH": str(newer)},
+        env=environment(newer),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,7 +89,7 @@ def test_bench_measures_both_sides(newer, models):
     command += ["--repeat", "1", "--requests", "8", "--tokens", "8", "--max-model-len", "512"]
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": str(newer), "HF_HUB_OFFLINE": "1"},
+        env={**environment(newer), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,

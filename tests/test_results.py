@@ -78,6 +78,26 @@ def test_every_kept_result_says_what_code_it_measures():
         assert any(f"{each}-".startswith(f"{name}-") for each in names | {"vocabulary-gpus"}), name
 
 
+def test_what_is_stale_is_named_with_the_command_that_measures_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    for name, then in (
+        ("waking", sources.sources("waking")),
+        ("stage-cpu", {"sipipe/worker": "x"}),
+    ):
+        kept = {"command": f"python -m benchmarks.{name} --full", "sources": then}
+        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
+    monkeypatch.setattr("sys.argv", ["results", "--stale"])
+    assert results.main() == 1
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "stale: 1 of 2 kept results",
+        "stage-cpu: changed since: sipipe/worker",
+        "    python -m benchmarks.stage-cpu --full",
+    ]
+    (tmp_path / "stage-cpu.json").unlink()
+    assert results.main() == 0
+
+
 def test_a_comment_makes_nothing_stale_and_code_does(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     file = tmp_path / "src/sipipe/sampler/a.py"

@@ -275,6 +275,21 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
     assert not any("answers" in s for each in found["engines"].values() for s in each["starts"])
 
 
+def test_bench_also_writes_a_page_and_refuses_first_where_it_could_not(started, capsys, tmp_path):
+    argv = ["m", "--pp", "2", "--rows", "sipipe", "--rate", "0.5,8", "--output"]
+    with pytest.raises(ConfigError, match=r"--output: there is no directory .*/none"):
+        bench.main([*argv, str(tmp_path / "none" / "load.html")])
+    assert not started
+    assert bench.main([*argv, str(tmp_path / "load.html"), "--json"]) == 0
+    page = (tmp_path / "load.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["rows"] == json.loads(capsys.readouterr().out)["rows"]
+    assert {row["rate"] for row in data["rows"]} == {0.5, 8.0}
+    with pytest.raises(ConfigError, match=r"--output .*: Is a directory"):
+        bench.main([*argv, str(tmp_path)])
+    assert "sipipe: stage 0" in capsys.readouterr().out, "what was measured is shown first"
+
+
 def test_drafts_are_for_stock_of_one_stage_too(started):
     asked = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
     argv = ["m", "--pp", "2", "-sc", asked, "--rows", "sipipe,stock,stock-one"]

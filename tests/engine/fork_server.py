@@ -21,6 +21,14 @@ import socket
 import sys
 from contextlib import suppress
 
+IMPORTED = (
+    *("vllm.v1.engine.core_client", "vllm.v1.engine.core", "vllm.transformers_utils"),
+    # A worker's, two seconds: not the CPU one's, which puts other things into torch and, as it does
+    # in a worker, its kernels into whatever has been imported by then.
+    *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"),
+    *("vllm.model_executor.models.llama", "vllm.model_executor.model_loader"),
+)
+
 
 def main() -> None:
     gc.disable()
@@ -30,7 +38,7 @@ def main() -> None:
     setproctitle.getproctitle()  # it finds the place of the title now; environments change later
 
     vllm.LLM  # noqa: B018, which imports the rest
-    for name in ("vllm.v1.engine.core_client", "vllm.v1.engine.core", "vllm.transformers_utils"):
+    for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()

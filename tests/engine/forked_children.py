@@ -5,6 +5,7 @@ A new interpreter for each is what vLLM has on CPUs, and what SiPipe has everywh
 vLLM then takes a core 7 to 10 seconds in each process, which is most of a tiny engine's start.
 Everything else is as a user has it: the same main functions, arguments, descriptors, environment;
 but that the workers' stages are watched for unsafe uses of their input buffers.
+So does the process in which vLLM looks at a model's class, where its cache has not what it looks for.
 Started anew like a user's: samplers, and all processes of commands, of the server's tests but those
 of ``serve_run.py``, of hosts' agents and of stages in Triton's interpreter (``engine_run.py``).
 
@@ -13,6 +14,7 @@ vLLM forks at the same two places on GPUs.
 
 import multiprocessing.util
 import os
+import pickle
 import runpy
 import subprocess
 import sys
@@ -28,8 +30,27 @@ MODULES = ("sipipe.worker", "sipipe.engine.server")
 
 def start_by_fork() -> None:
     """From now on, in this process and those that it starts."""
+    from vllm.model_executor.models import registry
+
     multiprocessing.util.spawnv_passfds = spawn_by_fork
     subprocess.Popen = _Popen
+    registry._run_in_subprocess = _run_in_fork
+
+
+def _run_in_fork(look):
+    read, write = os.pipe()
+
+    def run() -> None:
+        with open(write, "wb") as told:
+            pickle.dump(look(), told)
+
+    pid = fork(run, [write], os.environ)
+    os.close(write)
+    with open(read, "rb") as told:
+        said = told.read()
+    status = os.waitpid(pid, 0)[1]
+    assert status == 0, "see its error above"
+    return pickle.loads(said)
 
 
 class _Popen(subprocess.Popen):

@@ -9,9 +9,13 @@ from tests.sampler.naive import processed_logits, softmax
 
 from sipipe.messages.params import SequenceParams
 
+SLOW = pytest.mark.slow  # each compiles kernels of its own; "all" has every one
 
-@pytest.mark.parametrize("kind", [np.float32, np.int8])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+
+@pytest.mark.parametrize("kind", [np.float32, pytest.param(np.int8, marks=SLOW)])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=SLOW if name != "all" else ()) for name in STRATEGIES]
+)
 def test_draws_have_the_exact_probabilities(strategy: str, kind: type) -> None:
     vocab, lanes = 700, 4000
     params = SequenceParams(**STRATEGIES[strategy])

@@ -65,7 +65,7 @@ class Service:
         self.errors, self.deaths, self.replaced = [], [], threading.Event()
         self.starting, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
-        self.admitted = 0
+        self.admitted = self.begun = 0
         self.poison, self.batch = [], batch
         self.snapshots = {index: Snapshot([], [], []) for index in range(2)}
         self.children = Children()
@@ -118,6 +118,11 @@ class Service:
     def failed(self, error):
         self.errors.append(error)
 
+    def begin(self, iterations):
+        """So many more of them; returns the first one's number."""
+        self.begun += iterations
+        return self.begun - iterations
+
     def pid(self, index):
         return self.children._children[NAMES[index]].process.pid
 
@@ -168,6 +173,14 @@ def service():
     service.close()
 
 
+@pytest.fixture(scope="module")
+def calm():
+    """For tests that end nobody: each takes the iterations that follow (:meth:`Service.begin`)."""
+    service = Service()
+    yield service
+    service.close()
+
+
 def logits_of(iteration, rows):
     return np.random.default_rng(iteration).normal(0, 3, (rows, VOCAB)).astype(np.float32)
 
@@ -200,45 +213,47 @@ def check_both_draw(service):
     assert service.collect(0)[0] == expected(logits, [[], []])
 
 
-def test_columns_draw_what_the_facade_draws_over_many_iterations(service):
+def test_columns_draw_what_the_facade_draws_over_many_iterations(calm):
     handles, owners = [10, 11, 12, 13], [0, 1, 0, 1]
-    outputs = [[] for _ in handles]
-    for iteration in range(6):
-        changes = {"added": additions(handles, owners)} if iteration == 0 else {
+    outputs, first = [[] for _ in handles], calm.begin(6)
+    for iteration in range(first, first + 6):
+        changes = {"added": additions(handles, owners)} if iteration == first else {
             "appended": int32_bytes(handles),
             "tokens": int32_bytes([tokens[-1] for tokens in outputs]),
         }  # fmt: skip
-        service.publish(step(iteration, handles, owners, **changes))
+        calm.publish(step(iteration, handles, owners, **changes))
         logits = logits_of(iteration, 4)
-        service.write(iteration, logits)
-        tokens, errors = service.collect(iteration)
+        calm.write(iteration, logits)
+        tokens, errors = calm.collect(iteration)
         assert tokens == expected(logits, outputs)
         assert not errors
         for sequence, token in zip(outputs, tokens, strict=True):
             sequence.append(token)
 
 
-def test_a_bitmask_applies_to_its_sequence_only(service):
-    masked = step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1]), grammar=True)
-    service.publish(masked)
+def test_a_bitmask_applies_to_its_sequence_only(calm):
+    now = calm.begin(1)
+    calm.publish(step(now, [21, 22], [0, 1], added=additions([21, 22], [0, 1]), grammar=True))
     words = -(-VOCAB // 32)
     only = np.zeros((1, words), np.int32)
     only[0, 0] = 1 << 7
-    grammar = Grammar(0, int32_bytes([2]), words, int32_bytes(only))
-    service.bus.publish(Kind.GRAMMAR, 0, [encode(grammar)])
-    logits = logits_of(0, 2)
-    service.write(0, logits)
-    tokens, _ = service.collect(0)
+    grammar = Grammar(now, int32_bytes([22]), words, int32_bytes(only))
+    calm.bus.publish(Kind.GRAMMAR, now, [encode(grammar)])
+    logits = logits_of(now, 2)
+    calm.write(now, logits)
+    tokens, _ = calm.collect(now)
     assert tokens == [expected(logits, [[], []])[0], 7]
 
 
-def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(service):
-    bad = Added(3, 1, SequenceParams(allowed_token_ids=[VOCAB + 5]), int32_bytes(PROMPT))
-    service.publish(step(0, [1, 2, 3], [0, 1, 1], added=[*additions([1, 2], [0, 1]), bad]))
-    logits = logits_of(0, 3)
+def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(calm):
+    now = calm.begin(1)
+    bad = Added(33, 1, SequenceParams(allowed_token_ids=[VOCAB + 5]), int32_bytes(PROMPT))
+    added = [*additions([31, 32], [0, 1]), bad]
+    calm.publish(step(now, [31, 32, 33], [0, 1, 1], added=added))
+    logits = logits_of(now, 3)
     logits[1] = np.nan
-    service.write(0, logits)
-    tokens, errors = service.collect(0)
+    calm.write(now, logits)
+    tokens, errors = calm.collect(now)
     assert tokens == [expected(logits[:1], [[]])[0], -1, -1]
     assert "NaN" in errors[1]
     assert "allowed_token_ids" in errors[2]
@@ -395,12 +410,12 @@ def test_what_ends_its_samplers_fails_alone(how, monkeypatch):
         assert service.collect(1)[0] == expected(more, [[token] for token in drawn])
 
 
-def test_samplers_are_small_and_end_with_their_parent(service):
-    processes = [psutil.Process(service.pid(index)) for index in range(2)]
+def test_samplers_are_small_and_end_with_their_parent(calm):  # the last one, for it ends them
+    processes = [psutil.Process(calm.pid(index)) for index in range(2)]
     for process in processes:
         names = {os.path.basename(m.path) for m in process.memory_maps()}
         assert not [name for name in names if "torch" in name]
-    service.children.end(NAMES)  # what the kernel does for an engine that was killed
+    calm.children.end(NAMES)  # what the kernel does for an engine that was killed
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    assert not service.deaths
+    assert not calm.deaths

@@ -161,6 +161,13 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     json.dumps(found)
 
 
+def test_several_rates_are_warmed_up_for_once(url, model):
+    loads = [("greedy", 2, 0, rate) for rate in (50.0, 400.0, 200.0)]
+    asked = job(url, model, loads=loads, mixes={"greedy": {}}, repeat=1, draws=0)
+    assert len(load.run(asked)["runs"]) == 3
+    assert len([body for body in Server.asked if body.get("stream")]) == 2 * (1 + 3)
+
+
 def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, model, monkeypatch):
     monkeypatch.setattr(Server, "refuses", {"logprobs": 400})
     one = {"loads": [("greedy", 2, 0, 0)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from sipipe.cli.bench_tables import STOCK, show, table
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
@@ -23,6 +20,7 @@ from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
 from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
+from sipipe.tools.report.render import render_load
 from sipipe.versions import require_vllm
 
 EPILOG = """\
@@ -33,6 +31,7 @@ to no stock with stages. Servers are started in turn, forwards and then backward
 
   sipipe bench build/models/SmolLM2-135M-Instruct --pp 2
   sipipe bench MODEL --pp 2 --sampling greedy,chat,all --requests 128 --json
+  sipipe bench MODEL --pp 2 --rate 1,2,4,8 --goodput ttft:500,tpot:50 --output load.html
   sipipe bench MODEL --pp 4 --tp 2 --trace-file arrivals.jsonl --url SGLang=http://host:30000
   sipipe bench MODEL --pp 2 --rows sipipe --row "vLLM's scheduler=--scheduler-cls ..." \\
       --row "stock, 8 in flight=stock --max-num-seqs 8"
@@ -42,7 +41,6 @@ The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 
 CHECKED = """; equal: requests whose greedy tokens are those of the first row; \
 draws p: chi-square of drawn tokens against the server's own probabilities"""
-STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     found, failed = _measured(jobs, load, own.engines)
     if not found:
         raise SiPipeError(next(iter(failed.values())))
-    rows = _table(jobs, found)
+    rows = table(jobs, found)
     for start in (start for starts in found.values() for start in starts):
         start.pop("answers", None)  # the rows say whether they are the same
     spread = "medians and ranges" if own.engines * own.repeat > 1 else "one run a row"
@@ -72,7 +70,12 @@ def main(argv: Sequence[str]) -> int:
     if own.json:
         print(json.dumps(result, indent=1))
     else:
-        _show(result)
+        show(result)
+    if own.output:
+        try:
+            Path(own.output).write_text(render_load(result), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"bench: --output {own.output}: {error.strerror}") from None
     return 1 if failed else 0
 
 
@@ -111,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--own-end", action="store_true", help="heed the model's end of text")
     group.add_argument("--shared-devices", action="store_true", help="measure stages on one GPU")
     group.add_argument("--json", action="store_true", help="the figures as JSON")
+    add("--output", str, None, "FILE", "also a page (HTML): the figures over the load")
     return parser
 
 
@@ -286,11 +290,13 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:
     """Refuse what would say nothing, or would fail when the first engine has started. Raises
-    ConfigError: a file is missing, an ``--additional-config`` is wrong, stages share a GPU and
-    nobody asked for it to be measured, or two engines would write one trace."""
+    ConfigError: a file or directory is missing, an ``--additional-config`` is wrong, stages share a
+    GPU and nobody asked for it to be measured, or two engines would write one trace."""
     for option, file in (("--sharegpt", own.sharegpt), ("--trace-file", own.trace_file)):
         if file and not Path(file).is_file():
             raise ConfigError(f"bench: {option}: there is no file {file}")
+    if own.output and not Path(own.output).parent.is_dir():
+        raise ConfigError(f"bench: --output: there is no directory {Path(own.output).parent}")
     devices = _config(rest)[0].devices or ()
     if len(set(devices)) < len(devices) and not own.shared_devices:
         raise ConfigError(
@@ -321,79 +327,3 @@ def _config(words: Sequence[str]) -> tuple[SiPipeConfig, str | None]:
     except ValueError as error:
         raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
     return SiPipeConfig.from_additional_config(additional), found.trace
-
-
-def _table(
-    jobs: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> list[dict[str, Any]]:
-    """A row for each load, way of sampling and engine."""
-    told: dict[str, Any] = {name: starts[0].get("answers") for name, starts in found.items()}
-    first = next((answers for answers in told.values() if answers), None)
-    stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
-    rows = []
-    for load in next(iter(found.values()))[0]["runs"]:
-        way, requests, *more = load.split(" ")
-        beside = {name: json.loads(value) for name, value in (one.split("=") for one in more)}
-        theirs = {other: _speeds(found[other], load)[1] for other in stock}
-        for name, starts in found.items():
-            low, median, high = _speeds(starts, load)
-            runs = [run for start in starts for run in start["runs"][load]]
-            row: dict[str, Any] = {"sampling": way, "requests": int(requests), "engine": name}
-            row |= beside
-            if prompt := beside.get("prompt"):
-                took = [run["completed"] * prompt / run["duration"] for run in runs]
-                row["prompt tok/s"] = f"{statistics.median(took):,.0f}"
-            row["tok/s"] = f"{median:,.0f}"
-            if len(runs) > 1:
-                row["tok/s"] += f" ({low:,.0f}-{high:,.0f})"
-            degrees = _degrees(jobs[name])
-            alike = [other for other in stock if degrees in (None, _degrees(jobs[other]))]
-            for column, others in ((" with the same stages", alike), ("'s best", stock)):
-                best = max((theirs[other] for other in others), default=0.0)
-                row[f"of stock{column}"] = f"{median / best:.2f}" if best else None
-            for metric in ("ttft", "tpot"):
-                for q in ("p50", "p99"):
-                    values = [run[f"{q}_{metric}_ms"] for run in runs]
-                    row[f"{metric.upper()} {q}"] = f"{statistics.median(values):,.0f}"
-            if (good := [run.get("request_goodput") for run in runs])[0] is not None:
-                row["goodput/s"] = f"{statistics.median(good):.2f}"
-            row["KV tokens"] = starts[0]["kv_tokens"]
-            row["memory MiB"] = sum(starts[0]["memory_mib"].values()) or None
-            bound = jobs[name]["env"].get("VLLM_CPU_OMP_THREADS_BIND")
-            row["cores"] = bound or "; ".join(starts[0]["plan"]).removeprefix("core plan: ")
-            if first:
-                same = [a == b for a, b in zip(told[name] or [], first, strict=False)]
-                # A server that tells texts instead of tokens is compared with none that tells them.
-                comparable = same and type(told[name][0]) is type(first[0])
-                row["equal"] = f"{sum(same)} of {len(same)}" if comparable else None
-                draws = starts[0]["draws"]
-                row["draws p"] = f"{draws['p']:.2f}" if draws else None
-            rows.append(row)
-    return rows
-
-
-def _degrees(job: Mapping[str, Any]) -> list[str] | None:
-    """A server's stages and ranks; None: it runs already."""
-    words = job["command"]
-    return words[words.index("-pp") :][:4] if words else None
-
-
-def _speeds(starts: Sequence[Mapping[str, Any]], load: str) -> tuple[float, float, float]:
-    """Lowest, median and highest output tokens/s of all repetitions."""
-    figures = [run["output_throughput"] for start in starts for run in start["runs"][load]]
-    return min(figures), statistics.median(figures), max(figures)
-
-
-def _show(result: Mapping[str, Any]) -> None:
-    rows = result["rows"]
-    table = Table(title=result["title"], caption=result["note"], box=None)
-    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-    columns.remove("cores")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("sampling", "engine") else "right")
-    for row in rows:
-        table.add_row(*("" if row[column] is None else f"{row[column]}" for column in columns))
-    console = Console(width=max(130, Console().width))
-    console.print(table)
-    for name, cores in {row["engine"]: row["cores"] for row in rows if row["cores"]}.items():
-        print(f"{name}: {cores}")

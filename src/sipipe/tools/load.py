@@ -98,10 +98,14 @@ def run(job: Job) -> dict[str, Any]:
         client = _Client(job, url)
         for params in list(job.mixes.values())[1:]:
             client.run(params, 3, job.loads[0][2], job.repeat)
-        # As it will be measured: microbatches are learnt from it; of a trace a quarter.
+        # As it will be measured: microbatches are learnt from it; of a trace a quarter, and of
+        # several rates the highest (0: all at once).
         part = 4 if "--self-timed" in job.load else 1
-        sizes = ((count, prompt, rate) for _, count, prompt, rate in job.loads)
-        for count, prompt, rate in dict.fromkeys(sizes):
+        rates: dict[tuple[int, int], float] = {}
+        for _, count, prompt, rate in job.loads:
+            highest = rates.get((count, prompt), rate)
+            rates[count, prompt] = max(highest, rate) if highest and rate else 0
+        for (count, prompt), rate in rates.items():
             client.run(next(iter(job.mixes.values())), -(-count // part), prompt, job.repeat, rate)
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for seed, (name, count, prompt, rate) in itertools.product(range(job.repeat), job.loads):

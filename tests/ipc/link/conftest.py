@@ -24,10 +24,17 @@ HERE = f"127.{1 + os.getpid() // 2**14 % 200}.{os.getpid() // 2**7 % 2**7}.{1 + 
 another's by now; on one address two test processes, which have the same secret, would meet."""
 
 
-@pytest.fixture(params=["shm", "cuda_ipc", "zeromq", "zeromq, not encrypted"])
+KINDS = ("shm", "cuda_ipc", "zeromq", "zeromq, not encrypted")
+
+
+@pytest.fixture(params=KINDS)
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
     """One link of each kind; the one between GPUs with a stand-in for the device."""
-    kind, _, plain = request.param.partition(", ")
+    return endpoint_of(request.param, monkeypatch)
+
+
+def endpoint_of(named: str, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
+    kind, _, plain = named.partition(", ")
     on_gpu = kind == "cuda_ipc"
     monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
     if on_gpu:

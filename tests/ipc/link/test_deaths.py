@@ -23,6 +23,7 @@ import torch
 from tests.engine import forks
 from tests.engine.forks import Forked
 from tests.ipc.link import dying_stage
+from tests.ipc.link.conftest import KINDS, endpoint_of
 from tests.ipc.link.dying_stage import hidden
 
 from sipipe.ipc.errors import PeerDiedError
@@ -30,6 +31,14 @@ from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # of a machine at its worst; a death is noticed at once
+
+
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.slow if "not" in kind else ()) for kind in KINDS]
+)
+def endpoint(request, monkeypatch):
+    """Encryption changes nothing of how a death is noticed: without it only `make test-all`."""
+    return endpoint_of(request.param, monkeypatch)
 
 
 class Stage:

@@ -18,6 +18,7 @@ from benchmarks.planner import tensor_parallel as stock
 from benchmarks.results import RESULTS
 
 
+@pytest.mark.slow  # quick: a few of its rows, below
 def test_what_is_kept_of_it_is_what_the_model_gives():
     """Of all rows, those that the model misses too."""
     rows = published()

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, not even a network.
+"""The report, and the page of a load: one HTML file that needs nothing else, not even a network.
 
 Its timeline is in compact columns. A *lane* is a band of it: a stage's device (its segments), a
 stage's host (its records), a sampler, or the executor. It has a few columns of equal length:
@@ -14,7 +14,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -116,6 +116,7 @@ def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[st
 
 SCRIPTS = ("decode.js", "lanes.js", "timeline.js", "charts.js", "tables.js", "main.js")
 """In the order in which they are put into the page."""
+LOAD_SCRIPTS = ("decode.js", "lanes.js", "charts.js", "tables.js", "load.js")
 
 
 def page_data(runs: Sequence[Run], detail: int = DETAIL) -> dict[str, Any]:
@@ -155,20 +156,32 @@ def _run_data(run: Run, detail: int) -> dict[str, Any]:
 
 def render(runs: Sequence[Run], detail: int = DETAIL) -> str:
     """The page for one run, or for two side by side (the first is the one in question)."""
+    title = " against ".join(run.trace.label for run in runs)
+    return _page("report.html", title, page_data(runs, detail), SCRIPTS)
+
+
+def render_load(result: Mapping[str, Any]) -> str:
+    """The page for what ``sipipe bench --json`` prints: its figures over the load that varies."""
+    shown = {key: result[key] for key in ("title", "note", "command", "machine", "rows")}
+    # What the scripts expect of a trace, of which there is none.
+    data = shown | {"version": __version__, "runs": [], "kinds": [], "phases": []}
+    return _page("load.html", result["command"], data, LOAD_SCRIPTS)
+
+
+def _page(template: str, title: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
     page = files("sipipe.tools.report") / "page"
 
     def part(name: str) -> str:
         return (page / name).read_text(encoding="utf-8")
 
-    data = json.dumps(page_data(runs, detail), separators=(",", ":"), allow_nan=False)
-    title = " against ".join(run.trace.label for run in runs)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
         "STYLE": part("uPlot.min.css") + part("style.css"),
         "LICENSE": part("uPlot.LICENSE"),
         "LIBRARY": part("uPlot.iife.min.js"),
         # "</" would end the script element wherever it stands, in a model's name for instance.
-        "DATA": data.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
-        "SCRIPT": "\n".join(part(name) for name in SCRIPTS),
+        "DATA": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
+        "SCRIPT": "\n".join(part(name) for name in scripts),
     }
-    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], part("report.html"))
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], part(template))

@@ -20,7 +20,7 @@ function plot(host, heading, series, options) {
       series: [
         { label: "at", value: (u, v) => (v == null ? "" : options.format(v)) },
         ...series.map((s) => ({
-          label: s.label, stroke: () => s.colour(), width: s.width || 1.75, dash: s.dash, spanGaps: true, points: { show: false },
+          label: s.label, stroke: () => s.colour(), width: s.width || 1.75, dash: s.dash, spanGaps: true, points: { show: !!s.points },
           value: (u, v) => (v == null ? "" : options.value(v)),
         })),
       ],

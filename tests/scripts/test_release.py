@@ -1,0 +1,44 @@
+"""scripts/release.py: what keeps a tree from being released."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "release.py"
+
+
+@pytest.fixture
+def release(tmp_path, monkeypatch):
+    """The script as a module, for a tree of nothing but a change log."""
+    spec = importlib.util.spec_from_file_location("release_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.2 (2026-11-26)\n")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("log", "changed", "stale", "failed"),
+    [
+        ("1.2 (2026-11-26)", "", 0, []),
+        ("1.2 (2026-11-26)", "", 1, ["no kept figure is stale"]),
+        ("1.2 (not released)", "", 0, ["CHANGELOG.md gives its date"]),
+        ("1.1 (2026-11-25)", " M a", 0, ["CHANGELOG.md begins with this version", "the tree is committed"]),
+    ],
+)  # fmt: skip
+def test_a_tree_that_is_not_ready_is_named(release, monkeypatch, tmp_path, log, changed, stale, failed):  # fmt: skip
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changes\n\n## {log}\n")
+    ran = []
+
+    def run(command, **options):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, stale)
+
+    monkeypatch.setattr(release, "run", lambda *command, cwd: changed)
+    monkeypatch.setattr(release.subprocess, "run", run)
+    release.check_tree("1.2")
+    assert failed == release.FAILED
+    assert [command[1:] for command in ran] == [("-m", "benchmarks.results", "--stale")]

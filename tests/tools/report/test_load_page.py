@@ -1,0 +1,79 @@
+"""The page of `sipipe bench --output`: one file, with every figure over the load that varies."""
+
+import json
+import re
+
+import pytest
+from tests.tools.report.browser import Browser, find_chromium
+
+from sipipe.tools.report.render import render_load
+
+ENGINES = ("sipipe", "stock")
+
+
+def result(rates=(1.0, 2.0, 8.0, None), prompts=(None,)):
+    rows = [
+        {"sampling": "chat", "requests": 64, "engine": engine}
+        | ({"prompt": prompt} if prompt else {})
+        | ({"rate": rate} if rate else {})
+        | {"tok/s": "1,234 (1,000-1,300)", "TTFT p50": "5", "TTFT p99": "9,000"}
+        | {"TPOT p50": "5", "TPOT p99": "6", "goodput/s": "0.50", "draws p": None}
+        for prompt in prompts
+        for rate in rates
+        for engine in ENGINES
+    ]
+    machine = {"cpu": "a processor", "cores": 2, "date": "2026-11-26"}
+    names = {"title": "Served by 1 engine", "note": "ms", "command": "sipipe bench </script><!--m"}
+    return {**names, "machine": machine, "rows": rows, "engines": {}, "failed": {}}
+
+
+def test_it_is_one_file_with_the_rows_and_asks_for_nothing():
+    page = render_load(result())
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']""", page.split("uPlot=")[0])
+    assert "default-src 'none'" in page
+    assert "Permission is hereby granted" in page  # uPlot's license travels with it
+    assert "<title>sipipe bench &lt;/script>&lt;!--m</title>" in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["rows"] == result()["rows"]
+    assert data["command"] == "sipipe bench </script><!--m"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if (path := find_chromium()) is None:
+        pytest.skip("no Chromium found (Debian: apt-get install chromium)")
+    with Browser(path) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("made", "headings"),
+    [
+        (result(), ["chat, 64 requests; over requests/s sent"]),
+        (
+            result(prompts=(16, 256)),
+            [f"chat, {n} tokens of a prompt, 64 requests; over requests/s sent" for n in (16, 256)],
+        ),
+        (result((None,), (16, 256)), ["chat, 64 requests; over tokens of a prompt"]),
+        (result((None,)), ["chat; over requests"]),
+    ],
+)
+def test_a_browser_draws_each_figure_and_shows_every_row(browser, tmp_path, made, headings):
+    file = tmp_path / "load.html"
+    file.write_text(render_load(made))
+    browser.events.clear()
+    browser.size(1280, 900)
+    browser.open(file)
+    assert browser.run("[...document.querySelectorAll('#loads h2')].map(h => h.textContent)") == (
+        headings
+    )
+    labels = browser.run(
+        "[...document.querySelectorAll('.charts > div')].map(chart =>"
+        " [...chart.querySelectorAll('.u-label')].slice(1).map(l => l.textContent))"
+    )
+    both = [*ENGINES, *(f"{engine} p99" for engine in ENGINES)]
+    assert labels == [[*ENGINES], [*ENGINES], both, both] * len(headings)
+    assert browser.run("document.querySelectorAll('#figures tbody tr').length") == len(made["rows"])
+    assert ("draws p" in browser.run("document.querySelector('#figures').textContent")) is False
+    assert browser.problems() == []
