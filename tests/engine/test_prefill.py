@@ -21,7 +21,7 @@ from tests.engine.engines import (
     gone,
     greedy,
     in_shared_memory,
-    left_in_shared_memory,
+    in_shared_memory_of,
     model,
     prompts,
     tokens,
@@ -211,7 +211,7 @@ def idle(server):
 def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
     """Of 200 requests some are given up. Whole answers are stock's, the others are told what is
     gone, none hangs; nothing is held in the engines, on the disk or in shared memory."""
-    path, before = model(models), in_shared_memory()
+    path = model(models)
     store, scratch = tmp_path / "store", tmp_path / "scratch"
     store.mkdir()
     scratch.mkdir()
@@ -226,6 +226,7 @@ def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
         held = psutil.Process(router.process.pid).num_fds()
         with decode:
             everybody = decode.everybody()
+            mapped = in_shared_memory_of(everybody)  # perhaps none
             kill = decode.find("EngineCore").kill
             found = asyncio.run(streams(router.address, range(FIRST), kill))
             wait_until(lambda: health(decode.address) == 0)
@@ -241,12 +242,14 @@ def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
                 wait_until(partial(idle, server))
             wait_until(lambda: psutil.Process(router.process.pid).num_fds() <= held + 8)
             everybody = prefill.everybody() + again.everybody()
+            mapped |= in_shared_memory_of(everybody)
     assert gone(everybody)
-    assert not left_in_shared_memory(before)
+    wait_until(lambda: not mapped & in_shared_memory())
     assert not list(scratch.iterdir())
     told = {said for end, said in found.values() if isinstance(end, int)}
     assert told
     assert all(re.match("EngineCore encountered|http.* ended amid|no decode", one) for one in told)
+    assert not {said for end, said in later.values() if isinstance(end, int)}
     assert {end for end, _ in later.values()} == {"whole", "given up"}
     found |= later
 
