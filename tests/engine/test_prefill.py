@@ -237,7 +237,9 @@ def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
         with started("again.log", "-pp", "1", port=decode.port) as again:
             wait_until(lambda: health(router.address) == 200)
             later = asyncio.run(streams(router.address, range(FIRST, len(LOAD["prompts"]))))
-            assert metric(again.address, "vllm:external_prefix_cache_hits_total")
+            wait_until(partial(idle, prefill))  # all is stored
+            asyncio.run(streams(router.address, range(20)))
+            wait_until(lambda: metric(again.address, "vllm:external_prefix_cache_hits_total"))
             for server in (prefill, again):
                 wait_until(partial(idle, server))
             wait_until(lambda: psutil.Process(router.process.pid).num_fds() <= held + 8)
