@@ -124,7 +124,8 @@ class Router:
 
     async def _open(self, _: web.Application) -> AsyncIterator[None]:
         # As many requests at once as clients have: aiohttp would let the 101st wait, and /health.
-        connector = TCPConnector(limit=0)
+        # A connection that an engine ends just when it is used again would look like its death.
+        connector = TCPConnector(limit=0, force_close=True)
         async with ClientSession(timeout=self._timeout, connector=connector) as self._session:
             yield
 

@@ -228,3 +228,33 @@ def test_parameters_of_one_prompts_cache_are_not_handed_to_others():
             assert (await running.ask(act="tell", n=None, prompt=prompt))[0] == 200
 
     run(test, ["prefill a"], ["decode a"])
+
+
+def test_an_engine_that_ends_an_idle_connection_just_then_is_not_gone():
+    """As servers do that keep connections for some seconds: the next request comes on a new one."""
+
+    async def once(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.split(b"content-length: ")[1].split()[0]))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n")
+        writer.write(b"Content-Type: application/json\r\n\r\n{}")
+        await reader.read(1)
+        writer.close()
+
+    async def check():
+        module, port = load(), free_port()
+        engine = await asyncio.start_server(once, "127.0.0.1", free_port())
+        address = f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}"
+        kinds = module.Engines("prefill", [address]), module.Engines("decode", [address])
+        runner = aiohttp.web.AppRunner(module.Router(*kinds, 20.0).app())
+        await runner.setup()
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+        async with aiohttp.ClientSession() as session:
+            for _ in range(3):
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                async with session.post(url, json={"prompt": "x"}) as answer:
+                    assert answer.status == 200, await answer.text()
+        await runner.cleanup()
+        engine.close()
+
+    asyncio.run(check())

@@ -25,20 +25,29 @@ VLLM = "vllm.entrypoints.cli.main"
 
 
 class Server:
-    """``python -m MODULE serve`` with two stages, on a port of its own, in a process group of its
-    own; ready once it is made.
+    """``python -m MODULE serve`` with two stages, in a process group of its own; ready once it is
+    made.
 
     Args:
         temporary: its directory for temporary files.
         module: ``sipipe`` or :data:`VLLM`.
         forked: it and what it starts begin with vLLM imported (``serve_run.py``).
         more: of its environment.
+        port: that it listens on; None: one of its own.
     """
 
     def __init__(
-        self, path, log, *options, temporary="/tmp", module="sipipe", forked=False, more=None
+        self,
+        path,
+        log,
+        *options,
+        temporary="/tmp",
+        module="sipipe",
+        forked=False,
+        more=None,
+        port=None,
     ):
-        self.log, self.port = log, free_port()
+        self.log, self.port = log, port or free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         words = ["serve", str(path), "-pp", "2", *options, "--host", "127.0.0.1"]
         words += ["--port", str(self.port), "--served-model-name", MODEL]

@@ -1,7 +1,8 @@
 """A KV connector of the tests: whole blocks of finished prompts lie on a shelf, a directory.
 
 Its transfers are asynchronous: a request waits until every worker has its blocks, and blocks are
-held until every worker has put them there. It fails where its calls come in another order, or in
+held until every worker has put them there. A block of which another stage's part is not there yet is
+damaged. It fails where its calls come in another order, or in
 another thread, than vLLM's interface says. ``fails``: every so manieth block that it loads is said
 to be damaged. ``slow``: seconds until a transfer is made.
 """
@@ -31,7 +32,7 @@ def name_of(tokens):
 
 def put(file, block):
     """Nobody sees half of it."""
-    torch.save(block, new := file.with_name(f"{file.name}.new"))
+    torch.save(block, new := file.with_name(f"{file.name}.{os.getpid()}.new"))
     os.replace(new, file)
 
 
@@ -124,7 +125,10 @@ class Shelf(KVConnectorBase_V1):
         for request, names, ids in self.due(self.loads, asked):
             for name, block in zip(names, ids, strict=True):
                 for layer, cache in self.caches.items():
-                    cache[block] = torch.load(self.directory / name / (layer + self.rank))
+                    if (part := self.directory / name / (layer + self.rank)).exists():
+                        cache[block] = torch.load(part)
+                    else:
+                        self.damaged.add(block)
                 if self.fails and not next(self.counted) % self.fails:
                     self.damaged.add(block)
             self.received.add(request)

@@ -68,6 +68,7 @@ def test_the_plan_is_made_from_the_command_line(monkeypatch, argv, settings, sta
 
 
 ONE = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": "x.so"}
+NUMBAS = "llvmlite.binding.ffi"
 MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
 
 
@@ -88,11 +89,15 @@ MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
 )
 def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wanted, may):
     monkeypatch.setattr(forking, "_loaded", loaded)
+    monkeypatch.delitem(sys.modules, NUMBAS, raising=False)
     there = [threading.main_thread()]
     monkeypatch.setattr(threading, "enumerate", lambda: there)
     assert forking.may_fork(wanted) is may
     there.append(threading.Thread(name=STARTER))
     assert forking.may_fork(wanted) is may, "it sleeps"
+    with monkeypatch.context() as imported:
+        imported.setitem(sys.modules, NUMBAS, sys)
+        assert not forking.may_fork(wanted), "which vLLM's worker stumbles over"
     there.append(threading.Thread())
     assert not forking.may_fork(wanted), "which may hold a lock"
 

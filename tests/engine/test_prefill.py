@@ -1,5 +1,6 @@
 """Prompts in one server's two stages, tokens in others', as docs/prefill.md has it."""
 
+import asyncio
 import json
 import re
 import signal
@@ -12,10 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import aiohttp
+import psutil
 import pytest
-from tests.engine.engines import assert_stock, gone, model
-from tests.engine.servers import MODEL, VLLM, Server, health, wait_until
-from tests.engine.test_kv_connectors import PAGES, asked
+from tests.engine.engines import (
+    assert_stock,
+    gone,
+    greedy,
+    in_shared_memory,
+    in_shared_memory_of,
+    model,
+    prompts,
+    tokens,
+)
+from tests.engine.servers import MODEL, VLLM, Server, health, metric, wait_until
+from tests.engine.test_kv_connectors import PAGES, asked, on_shelf
 from tests.ipc.link.conftest import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -28,7 +40,11 @@ def stored_by(role, directory):
     connector = {"kv_connector": "ExampleConnector", "kv_role": role}
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(directory)}
     # It stores a prompt's first chunk for the whole of it.
-    options = ["--no-enable-chunked-prefill", "--kv-transfer-config", json.dumps(connector)]
+    return ["--no-enable-chunked-prefill", *moved_by(connector)]
+
+
+def moved_by(connector):
+    options = ["--kv-transfer-config", json.dumps(connector)]
     options += ["--additional-config", json.dumps({"sipipe": {"cores": "off"}})]
     for name, value in {"max_model_len": 256, **PAGES}.items():
         options += [f"--{name.replace('_', '-')}", str(value)]
@@ -131,3 +147,117 @@ def check_loss(router, prefill, batch):
     assert message.startswith(f"no prefill engine answers: {prefill.address} (")
     assert health(router.address) == 503
     assert gone(everybody)
+
+
+LOAD = {"prompts": prompts(200, longest=200, seed=41), "params": greedy(200, seed=42)}
+FIRST, ANSWERED = 120, 30
+"""Requests before the decoder is started again, and how many are answered before it is killed."""
+
+
+async def stream(session, address, index, ended):
+    """How a request ended: "whole", with its tokens; "given up"; or a status, with what was said."""
+    body = {"model": MODEL, "prompt": LOAD["prompts"][index], **LOAD["params"][index]}
+    body |= {"stream": True, "return_token_ids": True}
+    drawn = []
+    async with session.post(f"{address}/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            return answer.status, (await answer.json())["error"]["message"]
+        async for line in answer.content:
+            if not (data := line.removeprefix(b"data: ").strip()):
+                continue
+            if data == b"[DONE]":
+                ended.append(index)
+                return "whole", drawn
+            said = json.loads(data)
+            if "error" in said:
+                return said["error"]["code"], said["error"]["message"]
+            drawn += said["choices"][0]["token_ids"]
+            if index % 5 == 0 and len(drawn) > 2:
+                break
+    return ("given up" if index % 5 == 0 else "cut off"), drawn
+
+
+async def streams(address, indices, strike=None):
+    """How each ended; some clients leave before they are answered, others amid their stream."""
+    ended, found = [], {}
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=200)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def one(index):
+            asked = stream(session, address, index, ended)
+            try:
+                found[index] = await asyncio.wait_for(asked, 0.5 if index % 10 == 3 else None)
+            except TimeoutError:
+                assert index % 10 == 3, "it hangs"
+                found[index] = "given up", []
+
+        async def when_some_have_ended():
+            while len(ended) < ANSWERED:
+                await asyncio.sleep(0.01)
+            strike()
+
+        tasks = [one(index) for index in indices]
+        await asyncio.gather(*tasks, *([when_some_have_ended()] if strike else []))
+    return found
+
+
+def idle(server):
+    """No request is left in it, and no block of its KV cache is held."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return not any(metric(server.address, f"vllm:{name}") for name in names)
+
+
+def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
+    """Of 200 requests some are given up. Whole answers are stock's, the others are told what is
+    gone, none hangs; nothing is held in the engines, on the disk or in shared memory."""
+    path = model(models)
+    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    store.mkdir()
+    scratch.mkdir()
+    slow = on_shelf(store, policy="recompute", slow=0.1)["kv_transfer_config"]
+
+    def started(log, *more, port=None):
+        words = [*moved_by(slow), *more]
+        return start(path, tmp_path / log, *words, temporary=scratch, port=port)
+
+    prefill, decode = started("prefill.log"), started("decode.log", "-pp", "1")
+    with prefill, Router(tmp_path / "router.log", prefill, decode) as router:
+        held = psutil.Process(router.process.pid).num_fds()
+        with decode:
+            everybody = decode.everybody()
+            mapped = in_shared_memory_of(everybody)  # perhaps none
+            kill = decode.find("EngineCore").kill
+            found = asyncio.run(streams(router.address, range(FIRST), kill))
+            wait_until(lambda: health(decode.address) == 0)
+            assert gone(everybody)
+        status, told = ask(router.address, [5, 6], {"max_tokens": 4})
+        assert status == 502
+        assert told["error"]["message"].startswith(f"no decode engine answers: {decode.address} (")
+        with started("again.log", "-pp", "1", port=decode.port) as again:
+            wait_until(lambda: health(router.address) == 200)
+            later = asyncio.run(streams(router.address, range(FIRST, len(LOAD["prompts"]))))
+            wait_until(partial(idle, prefill))  # all is stored
+            asyncio.run(streams(router.address, range(20)))
+            wait_until(lambda: metric(again.address, "vllm:external_prefix_cache_hits_total"))
+            for server in (prefill, again):
+                wait_until(partial(idle, server))
+            wait_until(lambda: psutil.Process(router.process.pid).num_fds() <= held + 8)
+            everybody = prefill.everybody() + again.everybody()
+            mapped |= in_shared_memory_of(everybody)
+    assert gone(everybody)
+    wait_until(lambda: not mapped & in_shared_memory())
+    assert not list(scratch.iterdir())
+    told = {said for end, said in found.values() if isinstance(end, int)}
+    assert told
+    assert all(re.match("EngineCore encountered|http.* ended amid|no decode", one) for one in told)
+    assert not {said for end, said in later.values() if isinstance(end, int)}
+    assert {end for end, _ in later.values()} == {"whole", "given up"}
+    found |= later
+
+    def same(answers, stock):
+        whole = {index: said for index, (end, said) in answers.items() if end == "whole"}
+        assert len(whole) > ANSWERED
+        assert whole == {index: tokens(stock[0])[index] for index in whole}
+
+    assert_stock(found, path, [LOAD], same)

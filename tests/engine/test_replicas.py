@@ -1,5 +1,6 @@
 """Data-parallel replicas: pipelines of one server, behind vLLM's balancer."""
 
+import json
 import re
 import signal
 import urllib.request
@@ -9,7 +10,7 @@ import pytest
 from tests.engine import servers
 from tests.engine.engines import assert_stock, gone, model
 from tests.engine.servers import VLLM, Server, health, wait_until
-from tests.engine.test_kv_connectors import asked
+from tests.engine.test_kv_connectors import asked, on_shelf
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -76,3 +77,18 @@ def test_replicas_of_two_stages_equal_stock_and_end_together(models, tmp_path, d
     assert "replica 1 of 2" in server.log.read_text()
     if door == "sipipe":
         assert {at.name for at in (tmp_path / "trace").iterdir()} == {"replica-0", "replica-1"}
+
+
+def test_replicas_share_what_is_stored(models, tmp_path):
+    """Each has an engine id of its own, which all of its stages have."""
+    path, batches = model(models), asked()
+    connector = json.dumps(on_shelf(tmp_path, policy="recompute")["kv_transfer_config"])
+    more = ("--kv-transfer-config", connector, "--block-size", "32")
+    with replicas(path, tmp_path / "log", *more, forked=True) as server:
+        for _ in range(2):
+            assert_stock([tokens(server, batches[0])], path, batches)
+        name = "vllm:external_prefix_cache_hits_total"
+        wait_until(lambda: sum(figures(server, name).values()))
+        everybody = server.everybody()
+    assert len(list(tmp_path.glob("engine-*"))) == 2
+    assert gone(everybody)

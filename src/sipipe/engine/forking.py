@@ -110,6 +110,9 @@ def may_fork(environment: Mapping[str, str]) -> bool:
     threads = {thread.name for thread in threading.enumerate()}
     if _loaded is None or threads - {threading.main_thread().name, STARTER}:
         return False
+    # vLLM's worker looks at all that has been imported, and stumbles over Numba's (LMCache's imports).
+    if "llvmlite.binding.ffi" in sys.modules:
+        return False
     # vLLM preloads the library that torch brings, which is loaded here.
     preloads = environment.get("LD_PRELOAD", "").split(":")
     others = ":".join(name for name in preloads if "libgomp" not in name)
