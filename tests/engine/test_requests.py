@@ -5,6 +5,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.scheduled import new_request
@@ -247,6 +248,26 @@ def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropp
     tracker.record(0, [("a", [7])])
     tracker.record(1, [("a", [8]), ("gone", [9])])
     assert tracker._requests["a"].outputs == [8]
+
+
+def test_a_token_behind_a_prompt_of_embeddings_is_told():
+    """Stages before the last have it from the scheduling output alone."""
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    tracker.draws = "off"
+    first, second = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    new = new_request("a", [], prefill=[0, 0, 0])
+    new.prompt_token_ids, new.prompt_embeds = None, torch.zeros(3, 4)
+    first.scheduled_new_reqs.append(new)
+    first.num_scheduled_tokens["a"] = 3
+    tracker.advance(0, first)
+    tracker.record(0, [("a", [7])])
+    cached = second.scheduled_cached_reqs = CachedRequestData.make_empty()
+    cached.req_ids.append("a")
+    cached.num_computed_tokens.append(3)
+    cached.num_output_tokens.append(1)
+    second.num_scheduled_tokens["a"] = 1
+    tracker.advance(1, second)
+    assert cached.new_token_ids == [[7]]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from sipipe.messages.params import SequenceParams, derive_seed, is_plain, unsupp
 from sipipe.messages.step import Added, Grammar, Step, int32_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from sipipe.engine.balance import Balancer
 
 MOST_IDS = 1 << 14
@@ -164,7 +166,7 @@ class RequestTracker:
         elif (index := self._balancer.move(others)) is not None:
             moved = others[index]
         for new in output.scheduled_new_reqs:
-            prompt = new.prompt_token_ids or []
+            prompt = new.prompt_token_ids or [0] * _rows(new.prompt_embeds)
             resumed = self._requests.get(new.req_id)
             if resumed is not None and len(prompt) != resumed.prompt_length:
                 # The next prompt of a streaming session: what follows has its own parameters.
@@ -335,6 +337,11 @@ def client_id(request_id: str) -> str | None:
     if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         request_id = _SUFFIX.sub("", request_id)
     return None if _RANDOM.search(request_id) else request_id
+
+
+def _rows(embeddings: torch.Tensor | None) -> int:
+    """Positions of a prompt that is given as embeddings, where vLLM has a token 0 for each."""
+    return 0 if embeddings is None else len(embeddings)
 
 
 def _give_seed(new: NewRequestData, request: TrackedRequest) -> None:
