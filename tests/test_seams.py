@@ -64,6 +64,10 @@ METHODS = {
         "self scheduler_output model_runner_output"
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "self",
+    # It counts tokens that are still to come.
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
+        "self scheduler_output"
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "self draft_token_ids",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding": "self",

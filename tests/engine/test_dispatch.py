@@ -1,12 +1,13 @@
 """What is published of scheduling outputs, and when."""
 
 import pickle
-from contextlib import nullcontext
+import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.iterations import Iterations
@@ -17,7 +18,7 @@ from sipipe.messages.step import Grammar, Step
 
 def make(published):
     return Dispatcher(
-        SimpleNamespace(order=nullcontext(), publish=lambda *_, **__: None),
+        SimpleNamespace(order=threading.RLock(), publish=lambda *_, **__: None),
         Iterations(2, 99),
         Tracker(published),
         None,
@@ -80,37 +81,102 @@ def test_each_step_of_auxiliary_outputs_is_told():
     assert [one.finished_requests for one in sent.earlier_aux_metadata] == [("z",), ("a",)]
 
 
-def test_what_waits_is_published_with_its_bitmask_when_its_time_has_come():
-    """One slot: EngineCore has asked for the second iteration's tokens before the first has them."""
-    sent, iterations = [], Iterations(1, 99)
-    step = Step(0, grammar=True)
-    bus = SimpleNamespace(
-        order=nullcontext(), publish=lambda kind, number, *_, **__: sent.append((kind, number))
-    )
-    tracker = SimpleNamespace(
-        advance=lambda *_: Work(step=step, samplers=(0,)),
-        grammar=lambda *_: Grammar(0, b"", 0, b""),
-    )
-    gather = SimpleNamespace(expect=lambda *_: None)
-    telemetry = Mock()
-    dispatcher = Dispatcher(bus, iterations, tracker, gather, telemetry, empty=False)
-    futures = []
-    for turn in range(2):
+class Held:
+    """A dispatcher of one slot; the bitmasks that it sent, and what else, in order."""
+
+    def __init__(self):
+        self.sent, self.masks, self.iterations = [], [], Iterations(1, 99)
+        self.bus = SimpleNamespace(
+            order=threading.RLock(),
+            publish=lambda kind, number, *_, **__: self.sent.append((kind, number)),
+        )
+        work = Work(step=Step(0, grammar=True), samplers=(0,))
+        tracker = SimpleNamespace(advance=lambda *_: work, grammar=self._grammar)
+        gather = SimpleNamespace(expect=lambda *_: None)
+        self.dispatcher = Dispatcher(
+            self.bus, self.iterations, tracker, gather, Mock(), empty=False
+        )
+        self.turn = 0
+
+    def _grammar(self, number, output):
+        self.masks.append(output.grammar_bitmask.tolist())
+        return Grammar(number, b"", 0, b"")
+
+    def give(self, mask, new=()):
         output = SchedulerOutput.make_empty()
         output.total_num_scheduled_tokens = 1
-        iterations.scheduled(output, 0, turn, 0, 0)
-        assert dispatcher.publish(output)
-        futures.append(dispatcher.publish_grammar(None))
-    first = [(Kind.SCHEDULE, 0), (Kind.GRAMMAR, 0)]
-    assert sent == first
-    done = iterations.deliver(0, tokens=[])
-    assert done.future is futures[0]
-    dispatcher.go_on()
-    assert sent == first
-    iterations.leave(done)
-    dispatcher.go_on()
-    assert sent == [*first, (Kind.SCHEDULE, 1), (Kind.GRAMMAR, 1)]
-    assert iterations.deliver(1, tokens=[]).future is futures[1]
+        output.scheduled_new_reqs = [*new]
+        self.iterations.scheduled(output, 0, self.turn, 0, 0)
+        self.turn += 1
+        assert self.dispatcher.publish(output)
+        return self.dispatcher.publish_grammar(GrammarOutput([], mask, []))
+
+    def draw(self, number):
+        done = self.iterations.deliver(number, tokens=[])
+        self.iterations.leave(done)
+        return done.future
+
+
+FIRST = [(Kind.SCHEDULE, 0), (Kind.GRAMMAR, 0)]
+SECOND = [(Kind.SCHEDULE, 1), (Kind.GRAMMAR, 1)]
+
+
+def test_what_waits_is_published_with_its_bitmask_when_its_time_has_come():
+    """EngineCore has asked for the second iteration's tokens before the first has them; vLLM's array
+    of bitmasks is one for all."""
+    held, mask = Held(), np.zeros((1, 1), np.int32)
+    futures = [held.give(mask)]
+    mask[0, 0] = 1
+    futures.append(held.give(mask))
+    mask[0, 0] = 2
+    held.dispatcher.go_on(wait=False)
+    assert held.sent == FIRST
+    assert held.draw(0) is futures[0]
+    held.dispatcher.go_on(wait=False)
+    assert held.sent == FIRST + SECOND
+    assert held.masks == [[[0]], [[1]]]
+    assert held.draw(1) is futures[1]
+
+
+def test_who_brings_tokens_leaves_prompts_and_a_lock_to_the_engines_thread():
+    held, mask = Held(), np.zeros((1, 1), np.int32)
+    held.give(mask)
+    held.give(mask, new=["with an image"])
+    held.give(mask)
+    held.draw(0)
+    held.dispatcher.go_on(wait=False)
+    assert held.sent == FIRST
+    held.dispatcher.go_on()
+    assert held.sent == FIRST + SECOND
+    held.draw(1)
+    taken, leave = threading.Event(), threading.Event()
+
+    def replace_a_sampler():
+        with held.bus.order:
+            taken.set()
+            leave.wait(30)
+
+    replacing = threading.Thread(target=replace_a_sampler)
+    replacing.start()
+    assert taken.wait(30)
+    held.dispatcher.go_on(wait=False)
+    assert held.sent == FIRST + SECOND
+    leave.set()
+    replacing.join(30)
+    held.dispatcher.settle()
+    assert held.sent[-1] == (Kind.GRAMMAR, 2)
+
+
+def test_a_call_comes_behind_all_that_is_scheduled():
+    held, mask = Held(), np.zeros((1, 1), np.int32)
+    held.give(mask)
+    held.give(mask)
+    calling = threading.Thread(target=held.dispatcher.settle)
+    calling.start()
+    assert held.sent == FIRST
+    held.draw(0)
+    calling.join(30)
+    assert held.sent == FIRST + SECOND
 
 
 class Tracker:

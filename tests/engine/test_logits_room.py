@@ -75,24 +75,20 @@ def test_an_iteration_has_its_rows_until_it_leaves():
 
 @pytest.mark.parametrize("end", ["drawn", "failed"])
 def test_it_waits_where_aborted_requests_still_have_rows(end):
-    """And a call of the workers waits for it."""
-    iterations, called = Iterations(3, 8), threading.Event()
+    """And who wants everything published waits for it."""
+    iterations, said = Iterations(3, 8), []
     begin(iterations, 6)
-    iterations.settle()
+    assert not iterations.wait_for_first()
     assert begin(iterations, 3) is None
-
-    def call():
-        iterations.settle()
-        called.set()
-
-    calling = threading.Thread(target=call)
-    calling.start()
-    assert not called.is_set()
+    waiting = threading.Thread(target=lambda: said.append(iterations.wait_for_first()))
+    waiting.start()
+    assert not said
     if end == "drawn":
         iterations.leave(iterations.deliver(0, tokens={}))
-        assert not called.is_set()
-        assert iterations.begin(lambda *_: Work()).number == 1
     else:
         iterations.fail(RuntimeError("stalled"))
-    calling.join(30)
-    assert called.is_set()
+    waiting.join(30)
+    assert said == [end == "drawn"]
+    if end == "drawn":
+        assert iterations.begin(lambda *_: Work()).number == 1
+        assert not iterations.wait_for_first()

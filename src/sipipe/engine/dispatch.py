@@ -1,8 +1,8 @@
 """Iterations out: each scheduling output to workers and samplers, in one message of BIC-I.
 
 Who runs here
-    The engine thread gives iterations and their bitmasks. It publishes them if it can; else the
-    thread does that brings what they wait for (:mod:`sipipe.engine.resolve`).
+    The engine thread gives iterations and their bitmasks. What waits for tokens is published by the
+    thread that brings them (:mod:`sipipe.engine.resolve`), or a little later by the engine thread.
 
 Invariant: ``bus.order`` is held from the moment the tracker follows a scheduling output until that
 output is on BIC-I, so that a snapshot never holds a change which is still to come.
@@ -11,7 +11,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -81,12 +81,24 @@ class Dispatcher:
         self.go_on()
         return True
 
-    def go_on(self) -> None:
-        """Publish iterations whose time has come. Any thread: an iteration has been entered, or has
-        left."""
-        with self._bus.order:
-            while (iteration := self._iterations.begin(self._tracker.advance)) is not None:
+    def go_on(self, wait: bool = True) -> None:
+        """Publish iterations whose time has come. The engine thread does when it has entered one, and
+        when it takes a result in. Before, who brings tokens does, without ``wait``: it has more to
+        bring, and leaves to the engine thread what could wait for readers, or for ``bus.order``."""
+        # wait: with `wait` as the bus has it; who publishes
+        if not self._bus.order.acquire(blocking=wait):
+            return
+        try:
+            follow = self._tracker.advance
+            while (iteration := self._iterations.begin(follow, short=not wait)) is not None:
                 self._send(iteration)
+        finally:
+            self._bus.order.release()
+
+    def settle(self) -> None:
+        """Publish all that has been scheduled. Engine thread."""
+        while self._iterations.wait_for_first():
+            self.go_on()
 
     def _send(self, iteration: Iteration) -> None:
         work = iteration.work
@@ -114,8 +126,11 @@ class Dispatcher:
         assert iteration is not None, "sample_tokens without execute_model"
         with self._bus.order:
             iteration.asked, iteration.bitmask = True, output
-            if iteration.number >= 0:  # else it is sent behind the iteration
+            if iteration.number >= 0:
                 self._send_grammar(iteration)
+            elif output is not None:  # sent behind the iteration; vLLM uses the array again
+                mask = output.grammar_bitmask.copy()
+                iteration.bitmask = replace(output, grammar_bitmask=mask)
         self._telemetry.poll()
         return iteration.future
 

@@ -123,7 +123,8 @@ class Executor(VllmExecutor):
                 'set "vocabulary": "last" in the sipipe config'
             )
         pipeline = self._usable()
-        pipeline.iterations.settle()
+        if self._started:
+            pipeline.dispatcher.settle()
         future = pipeline.calls.call(method, args, kwargs, unique_reply_rank)
         if non_block:
             return future

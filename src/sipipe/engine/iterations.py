@@ -2,8 +2,8 @@
 
 Who runs here
     The engine thread schedules, enters and finishes iterations; the gather thread and the events
-    thread deliver what samplers and the last stage say of them. Each of them begins those that wait.
-    All under one lock.
+    thread deliver what samplers and the last stage say of them. Each of them begins those that wait,
+    the engine thread always, the others where that takes no time. All under one lock.
 Guarantees
     Iterations begin in the order in which they entered, each when the one of its slot's last turn,
     and all before that, have left: the tokens that it needs are known then. The logits of iterations in
@@ -116,15 +116,15 @@ class Iterations:
         self._room = LogitsRoom(rows)
         # wait: held for moments; nobody waits under it but on its condition, which lets it go
         self._lock = threading.Lock()
-        self._none_waits = threading.Condition(self._lock)
-        """Notified when no iteration waits any more, or the engine has failed."""
+        self._left = threading.Condition(self._lock)
+        """Notified when an iteration has left, or the engine has failed."""
         # By identity of the scheduling output, which the record keeps alive: from schedule() to
         # update_from_output(). Empty where the scheduler is not ours.
         self._scheduled: dict[int, Iteration] = {}
         self._waiting: deque[Iteration] = deque()
         """Entered, and not begun."""
         self._in_flight: dict[int, Iteration] = {}
-        self._next = 0
+        self._next = self._turn = 0
         self._failure: BaseException | None = None
 
     def __len__(self) -> int:
@@ -151,24 +151,25 @@ class Iterations:
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
-            iteration = self._scheduled.get(id(output)) or Iteration(output)
+            # Without tokens it has no record, and no turn but that of the one before.
+            iteration = self._scheduled.get(id(output)) or Iteration(output, turn=self._turn)
+            self._turn = iteration.turn
             self._waiting.append(iteration)
         return iteration
 
-    def begin(self, follow: Callable[[int, SchedulerOutput], Work]) -> Iteration | None:
+    def begin(
+        self, follow: Callable[[int, SchedulerOutput], Work], short: bool = False
+    ) -> Iteration | None:
         """Number the first of those that wait, if its time has come: the turn of its slot before it
         has left, and there is room for its logits, which is so but where requests were aborted in
-        flight and others took their places. ``follow`` says what it asks of samplers. None: not yet."""
+        flight and others took their places. ``follow`` says what it asks of samplers. None: not yet;
+        with ``short`` also where new requests bring prompts and images."""
         with self._lock:
-            if not self._waiting:
+            if not self._waiting or not self._may_begin():
                 return None
-            iteration = self._waiting[0]
-            oldest = next(iter(self._in_flight.values()), None)
-            if oldest is not None and iteration.turn - oldest.turn >= self._slots:
+            if short and self._waiting[0].output.scheduled_new_reqs:
                 return None
-            if self._room.find(iteration.rows) is None:
-                return None
-            self._waiting.popleft()
+            iteration = self._waiting.popleft()
             iteration.number, self._next = self._next, self._next + 1
             if iteration.slot is None:
                 iteration.slot = iteration.number % self._slots
@@ -176,16 +177,21 @@ class Iterations:
             iteration.work = follow(iteration.number, iteration.output)
             iteration.logits_row = self._room.take(iteration.number, len(iteration.work.sampled))
             self._in_flight[iteration.number] = iteration
-            if not self._waiting:
-                self._none_waits.notify_all()
         return iteration
 
-    def settle(self) -> None:
-        """Return when none waits: a call comes behind all that was scheduled before it."""
+    def wait_for_first(self) -> bool:
+        """Wait until the first of those that wait may begin; False: none waits."""
         with self._lock:
             # wait: that of the iterations in flight, `stall_timeout`; the tokens of one, what fails
             # the engine
-            self._none_waits.wait_for(lambda: self._failure is not None or not self._waiting)
+            self._left.wait_for(lambda: not self._waiting or self._may_begin())
+            return bool(self._waiting)
+
+    def _may_begin(self) -> bool:
+        first, oldest = self._waiting[0], next(iter(self._in_flight.values()), None)
+        if oldest is not None and first.turn - oldest.turn >= self._slots:
+            return False
+        return self._room.find(first.rows) is not None
 
     def deliver(
         self,
@@ -214,6 +220,7 @@ class Iterations:
         with self._lock:
             self._room.give_back(iteration.number)
             self._in_flight.pop(iteration.number, None)
+            self._left.notify_all()
 
     def finish(self, output: SchedulerOutput) -> Iteration | None:
         """The scheduler takes the result of ``output`` in: the record goes."""
@@ -241,7 +248,7 @@ class Iterations:
             failed = [*self._in_flight.values(), *self._waiting]
             self._in_flight = {}
             self._waiting.clear()
-            self._none_waits.notify_all()
+            self._left.notify_all()
         for iteration in failed:
             number = iteration.number if iteration.number >= 0 else "that waits"
             why = RuntimeError(f"iteration {number} failed: {error}")

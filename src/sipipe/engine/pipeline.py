@@ -104,7 +104,8 @@ class Pipeline:
         self._tracker.draws = running.draws
         shared = (self.iterations, self._tracker, self._gather, self.telemetry)
         self.dispatcher = Dispatcher(self._bus, *shared, empty=bool(self._setup.kv_movers))
-        self.resolver = Resolver(*shared, self.dispatcher.go_on, self.failed)
+        go_on = partial(self.dispatcher.go_on, wait=False)
+        self.resolver = Resolver(*shared, go_on, self.failed)
         self._closing.callback(self.resolver.close)
         self.telemetry.ready(running.setup)
         return running
@@ -117,7 +118,8 @@ class Pipeline:
         """The engine's scheduler class, with what makes it and the executor share their records."""
         shared = self.iterations, self.telemetry, self._tracker
         setup = self._setup
-        return observed(scheduler, *shared, rows=setup.rows if setup.drafts else 0)
+        rows = setup.rows if setup.drafts else 0
+        return observed(scheduler, *shared, self.dispatcher.go_on, rows=rows)
 
     def fail(self, error: BaseException) -> None:
         """Resolve everything that is out with ``error``."""

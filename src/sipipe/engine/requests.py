@@ -212,7 +212,7 @@ class RequestTracker:
             request = self._requests[request_id]
             request.iteration = iteration
             behind = drafts.get(request_id, ())
-            end, prompt = starts[request_id] + count - len(behind), len(request.prompt)
+            end, prompt = starts[request_id] + count - len(behind), request.prompt_length
             if request.prompt_logprobs and end >= prompt:
                 request.prompt_logprobs = False
                 complete.append(request_id)
@@ -362,7 +362,7 @@ def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
 
 def _tokens(request: TrackedRequest, start: int, stop: int) -> list[int]:
     """Tokens at positions ``start`` to ``stop`` of prompt and outputs."""
-    prompt = len(request.prompt)
+    prompt = request.prompt_length
     if start >= prompt:
         return request.outputs[start - prompt : stop - prompt]
     found = list(request.prompt[start:stop])

@@ -106,9 +106,10 @@ class Telemetry(Figures):
         self._page.ready(setup.path, setup.reason, vllm.__version__)
         self._publisher.start()
 
-    def measured_times(self, controller: ConcurrencyController) -> MeasuredTimes:
+    def measured_times(self, controller: ConcurrencyController, ahead: int) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""
-        times = MeasuredTimes(controller, self._page, samplers=self._samplers)
+        way = (Phase.DISPATCH,) if ahead else ()
+        times = MeasuredTimes(controller, self._page, samplers=self._samplers, way=way)
         self.poll = times.poll
         return times
 

@@ -30,6 +30,8 @@ class Engine:
 
     policy: SlotPolicy
     max_tokens: int
+    ahead: bool = False
+    """Whether the token that is to come is counted as if it were there."""
     waiting: list[list] = field(default_factory=list)  # [id, prompt tokens left, output length]
     started: list[list] = field(default_factory=list)
     running: dict[str, list] = field(default_factory=dict)  # id -> [context, tokens to go]
@@ -70,7 +72,10 @@ class Engine:
         pending = self.started + self.waiting
         plan = visit(
             self.policy,
-            [Sequence(id, state[0], id not in busy) for id, state in self.running.items()],
+            [
+                Sequence(id, state[0], self.ahead or id not in busy)
+                for id, state in self.running.items()
+            ],
             pending_prefill=sum(request[1] for request in pending),
             started_prefill=sum(request[1] for request in self.started),
             arriving=len(pending),
@@ -135,11 +140,12 @@ EVENTS = st.lists(
     max_moves=st.integers(0, 6),
     min_sequences=st.integers(1, 4),
     pair=st.sampled_from([0.0, 1e-4, 1e-2]),
+    ahead=st.booleans(),
 )
-def test_promises_over_random_histories(events, slots, max_moves, min_sequences, pair):
+def test_promises_over_random_histories(events, slots, max_moves, min_sequences, pair, ahead):
     first = usual()._replace(pair=pair)
     policy = slot_policy(slots, 512, first, max_moves=max_moves, min_sequences=min_sequences)
-    engine = Engine(policy, 512)
+    engine = Engine(policy, 512, ahead)
     visits = itertools.count()
 
     def step(kv_free: float = 1.0) -> None:

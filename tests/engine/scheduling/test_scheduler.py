@@ -36,6 +36,7 @@ from sipipe.config import MicrobatchSettings
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.scheduling.scheduler import AsyncPipelineScheduler, PipelineScheduler
+from sipipe.errors import ConfigError
 
 BLOCK = 16
 
@@ -77,14 +78,18 @@ def ours(request):
 class Engine:
     """vLLM's batch queue around a scheduler and a make-believe model."""
 
-    def __init__(self, cls, config, *, blocks: int = 2000, max_loras: int | None = None) -> None:
+    def __init__(self, cls, config, *, blocks: int = 2000, config_ahead: int | None = None) -> None:
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
         self.turns = config.max_concurrent_batches
         self.depth = self.turns + getattr(cls, "ahead", 0)
-        with patch.object(type(config), "max_concurrent_batches", self.depth):
+        told = self.depth - self.turns if config_ahead is None else config_ahead
+        with (
+            patch.object(type(config), "max_concurrent_batches", self.depth),
+            patch.object(type(config), "ahead", told, create=True),
+        ):
             self.scheduler = cls(
                 vllm_config=config,
                 kv_cache_config=KVCacheConfig(
@@ -128,9 +133,10 @@ class Engine:
             output = self.scheduler.schedule()
             for id in output.num_scheduled_tokens:
                 request = self.scheduler.requests[id]
+                before = request.num_computed_tokens - output.num_scheduled_tokens[id]
                 assert (
                     id not in in_flight
-                    or request.num_output_tokens == 0
+                    or before < request.num_prompt_tokens
                     or request.num_preemptions  # computes its prompt again, in chunks
                 ), "a decode was scheduled while its last token is in flight"
             self.batches.append(dict(output.num_scheduled_tokens))
@@ -304,6 +310,26 @@ def test_what_came_back_beside_an_empty_visit_is_scheduled_without_a_pause(
     assert engine.scheduler.has_requests()
     engine.run()
     assert len(engine.tokens["r"]) == 5
+
+
+def test_what_is_out_beside_an_empty_visit_is_scheduled_again_without_a_pause(configs, monkeypatch):
+    """Ahead of its token."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    engine = Engine(AsyncPipelineScheduler, configs(3))
+    engine.add("r", 20, 50)
+    pauses = 0
+    for _ in range(60):
+        engine.step()
+        pauses += not engine.batches[-1] and engine.scheduler.has_requests()
+    assert pauses == 2, "while the queue was not full"
+
+
+def test_an_engine_that_is_not_ahead_refuses_the_scheduler_that_is(configs):
+    class Mine(AsyncPipelineScheduler):
+        pass
+
+    with pytest.raises(ConfigError, match="--scheduler-cls Mine: leave it out"):
+        Engine(Mine, configs(2), config_ahead=0)
 
 
 def test_one_slot_schedules_exactly_as_stock(configs):

@@ -170,15 +170,22 @@ class ConcurrencyController:
 class MeasuredTimes:
     """Feeds a controller what the processes have taken since the last poll, by ``page``: of a stage
     its first rank. The executor counts a batch when its tokens are in; samplers share it out, and
-    work side by side."""
+    work side by side. ``way``: the executor's phases between the last stage and the first; none: all."""
 
-    def __init__(self, controller: ConcurrencyController, page: LivePage, *, samplers: int) -> None:
+    def __init__(
+        self,
+        controller: ConcurrencyController,
+        page: LivePage,
+        *,
+        samplers: int,
+        way: Sequence[Phase] = (),
+    ) -> None:
         self.controller = controller
         keys: list[Key] = [("stage", i, 0) for i in range(controller.stages)]
         self._stages = [_Delta(page, key) for key in keys]
         self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
-        self._executor = _Delta(page, ("executor", 0, 0))
+        self._executor = _Delta(page, ("executor", 0, 0), way)
         self._coming: list[deque[Iteration]] = [deque(maxlen=MOST_COMING) for _ in keys]
         """What each stage has not said anything of yet, in order."""
         self._ends: deque[float] = deque(maxlen=controller.slots + 1)

@@ -3,6 +3,7 @@ phases for the trace, the failure of single requests, their order of arrival; fo
 stage times by which it decides how many microbatches to form."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm import outputs
@@ -28,6 +29,8 @@ class ObservedScheduler:
     iterations: Iterations
     telemetry: Telemetry
     tracker: RequestTracker
+    go_on: Callable[[], None]
+    """Publishes what waits for the result that is taken in."""
     rows: int
     """Of logits, of all microbatches in flight, where there are drafts; 0: there are none."""
 
@@ -40,7 +43,7 @@ class ObservedScheduler:
         self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
         self._busy = False
         if isinstance(self, PipelineScheduler):
-            self._times = self.telemetry.measured_times(self.controller)
+            self._times = self.telemetry.measured_times(self.controller, self.ahead)
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
 
@@ -69,6 +72,7 @@ class ObservedScheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        self.go_on()
         iteration = self.iterations.finish(scheduler_output)
         errors = iteration.errors if iteration is not None else {}
         if errors:
@@ -151,10 +155,12 @@ def observed(
     iterations: Iterations,
     telemetry: Telemetry,
     tracker: RequestTracker,
+    go_on: Callable[[], None] = lambda: None,
     rows: int = 0,
 ) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
     own = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
+    own["go_on"] = staticmethod(go_on)
     if issubclass(scheduler, ObservedScheduler):  # of an engine before, with the same configuration
         scheduler = scheduler.__bases__[1]
     bases = ObservedScheduler, scheduler

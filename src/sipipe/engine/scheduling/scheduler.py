@@ -48,6 +48,7 @@ from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, usual
+from sipipe.errors import ConfigError
 
 NEVER = sys.maxsize
 """As a step."""
@@ -95,8 +96,10 @@ class PipelineScheduler(Scheduler):
         self._prompts_wait = False
         """... and whether there were such tokens, of these or of waiting requests."""
         self._adapter_last_step: dict[int, int] = {}
-        # Whether the last visit found nothing to run; whether a batch has come back right after.
-        self._empty = self._came_back = False
+        # Whether the last visit found nothing to run; whether a batch has come back right after, or is
+        # to come. How many are.
+        self._empty = self._hurries = False
+        self._out = 0
         self.slot = self.turn = 0
         """Of the microbatch scheduled last; turns are counted from 0, with empty ones."""
         self.load = Load()
@@ -123,30 +126,34 @@ class PipelineScheduler(Scheduler):
             output.num_scheduled_tokens, output.total_num_scheduled_tokens
         )
         self.slot, self.turn = plan.slot, self.turn + 1
-        self._empty, self._came_back = not output.total_num_scheduled_tokens, False
+        self._empty, self._hurries = not output.total_num_scheduled_tokens, False
+        self._out += not self._empty
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's; notices a batch that comes back in the step of an empty visit."""
+        """vLLM's; notices a batch that is out, or comes back, in the step of an empty visit."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        self._came_back = self._empty and bool(scheduler_output.total_num_scheduled_tokens)
+        ran = bool(scheduler_output.total_num_scheduled_tokens)
+        self._out -= ran
+        self._hurries = self._empty and (ran or self._out > 0)
         self._empty = False  # later results belong to other steps
         return outputs
 
     def has_requests(self) -> bool:
-        """vLLM's, but False once after a batch that came back in the step of an empty visit.
+        """vLLM's, but False once after the step of an empty visit, where a batch is out or has come back.
 
         A closed slot's visit is empty, and the step that makes it ends with the oldest batch's
         result. EngineCore's loop asks this next, and pauses for a millisecond after an empty visit
-        if there are requests: just when those of that batch could run again. Who else should ask
-        first loses nothing: the empty batch is in the queue, so the loop has work.
+        if there are requests: just when those of that batch could run again, or others be scheduled
+        ahead. Who else should ask first loses nothing: the empty batch is in the queue, so the loop has
+        work.
         """
-        if self._came_back and envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # else there is no loop
-            self._came_back = False
+        if self._hurries and envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # else there is no loop
+            self._hurries = False
             return False
         unfinished: bool = super().has_requests()
         return unfinished
@@ -256,9 +263,17 @@ class PipelineScheduler(Scheduler):
 
 
 class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
-    """Schedules a slot's next microbatch while its last may be out (see the module's text)."""
+    """Schedules a slot's next microbatch while its last may be out (see the module's text). SiPipe's
+    engine sets it. Raises ConfigError where another one would: it publishes nothing too early."""
 
     ahead = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self.vllm_config, "ahead", 0) != self.ahead:
+            raise ConfigError(
+                f"--scheduler-cls {type(self).__name__}: leave it out, or name PipelineScheduler"
+            )
 
 
 def _pending_tokens(request: Request) -> int:
