@@ -3,7 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests benchmarks scripts
-BENCHMARKS := $(filter-out ablation asleep busy calibration calibration_traces harness in_turn delayed_cable emulate goals made_up_trace measure paper paper_columns pictures results stage_recorders stock_trace,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
+BENCHMARKS := $(filter-out ablation asleep busy calibration calibration_traces harness in_turn delayed_cable emulate goals made_up_trace measure paper paper_columns pictures results sampling_cliffs sources stage_recorders stock_trace,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
+# Those that want a model or a GPU, or have no quick form, are run by name.
+QUICK := $(filter-out curves drafting one_gpu prefill prefill_apart smollm2_logits speculation,$(BENCHMARKS))
 
 # Two processes, those tests that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
@@ -60,8 +62,8 @@ format: setup ## format, and mend what lint can mend
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
-bench: setup ## every benchmark, quick form
-	@for name in $(sort $(BENCHMARKS)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+bench: setup ## the benchmarks that need no model, quick form
+	@for name in $(sort $(QUICK)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 bench-paper: setup ## the paper's figures as far as this machine can, quick form
 	@$(BIN)/python -m benchmarks.paper all --quick

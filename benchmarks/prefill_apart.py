@@ -70,7 +70,8 @@ def main() -> None:
             "prefill": server_job([args.model, *apart], ["--pp", "2"]),
             "decode": [server_job([args.model, *apart], ["--pp", "1"])] * args.decoders,
         }
-        found = measured("both sides in turn", job, of_the_checkout(MODULE), timeout=7200)
+        limit = 60 * args.minutes + 3600
+        found = measured("both sides in turn", job, of_the_checkout(MODULE), timeout=limit)
     title = f"Prefill apart, {Path(args.model).name}, {args.rate:g} requests/s"
     note = (
         f"together: one server of 2 stages; apart: 2 stages prefill, {args.decoders} decoder(s) of 1, files "

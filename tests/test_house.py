@@ -2,7 +2,9 @@
 
 import ast
 import re
+import shutil
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,18 @@ def test_modules_and_tests_that_a_page_names_exist(page):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"python -m benchmarks\.([a-z_]+)", text):
         assert is_benchmark(name), name
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_what_make_bench_runs_has_a_quick_form():
+    said = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True)
+    (names,) = re.findall(r"for name in (.+?); do", said.stdout)
+    assert len(names.split()) > 20
+    for name in names.split():
+        file = ROOT / "benchmarks" / f"{name}.py"
+        text = (file if file.exists() else file.with_suffix("") / "__main__.py").read_text()
+        assert "__main__" in text, name
+        assert ('"--quick"' in text) == ("ArgumentParser(" in text), name
 
 
 def definitions(tree: ast.Module) -> set[str]:

@@ -275,18 +275,27 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
     assert not any("answers" in s for each in found["engines"].values() for s in each["starts"])
 
 
-def test_bench_also_writes_a_page_and_refuses_first_where_it_could_not(started, capsys, tmp_path):
+def test_bench_also_writes_a_page_and_refuses_first_where_it_could_not(
+    started, capsys, tmp_path, monkeypatch
+):
     argv = ["m", "--pp", "2", "--rows", "sipipe", "--rate", "0.5,8", "--output"]
     with pytest.raises(ConfigError, match=r"--output: there is no directory .*/none"):
         bench.main([*argv, str(tmp_path / "none" / "load.html")])
+    with pytest.raises(ConfigError, match=f"--output: no file can be written at {tmp_path}$"):
+        bench.main([*argv, str(tmp_path)])
+    with monkeypatch.context() as closed:
+        closed.setattr(bench.os, "access", lambda *_: False)  # root may write everywhere
+        with pytest.raises(ConfigError, match=r"no file can be written at .*/load.html$"):
+            bench.main([*argv, str(tmp_path / "load.html")])
+    assert not list(tmp_path.iterdir())
     assert not started
     assert bench.main([*argv, str(tmp_path / "load.html"), "--json"]) == 0
     page = (tmp_path / "load.html").read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert data["rows"] == json.loads(capsys.readouterr().out)["rows"]
     assert {row["rate"] for row in data["rows"]} == {0.5, 8.0}
-    with pytest.raises(ConfigError, match=r"--output .*: Is a directory"):
-        bench.main([*argv, str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--output .*: No space left on device"):
+        bench.main([*argv, "/dev/full"])
     assert "sipipe: stage 0" in capsys.readouterr().out, "what was measured is shown first"
 
 

@@ -150,9 +150,7 @@ class Engine:
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
-        for process in everybody:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill(everybody)
         self.process.kill()
         if self.log.parent == Path(tempfile.gettempdir()):
             self.log.unlink(missing_ok=True)
@@ -263,30 +261,27 @@ def in_shared_memory() -> set[str]:
 
 def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     """Names that these processes map: of what was there before, and what other tests have, none."""
+    device = os.stat(
+        "/dev/shm"
+    ).st_dev  # a host's (tests/hosts.py) is another, with the same numbers
+    mapped = rf"{os.major(device):02x}:{os.minor(device):02x} (\d+) +/dev/shm/"
     numbers = set()
     for process in processes:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text()
-            numbers.update(map(int, re.findall(r"(\d+) +/dev/shm/", maps)))
+            numbers.update(map(int, re.findall(mapped, maps)))
     return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in numbers}
 
 
-def left_in_shared_memory(before: set[str], seconds: float = 5) -> set[str]:
-    """Names that came since and that no process maps: other tests have engines at the same time."""
-    deadline = time.monotonic() + seconds
-    while True:
-        left = {}
-        for name in in_shared_memory() - before:
-            with contextlib.suppress(FileNotFoundError):
-                left[os.stat(f"/dev/shm/{name}").st_ino] = name
-        # By number: glibc maps a semaphore before it has its name.
-        for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
-            with contextlib.suppress(OSError):  # a process that ends
-                for number in re.findall(r"(\d+) +/dev/shm/", maps.read_text()):
-                    left.pop(int(number), None)
-        if not left or time.monotonic() > deadline:
-            return set(left.values())
-        time.sleep(0.05)
+def kill(processes: list[psutil.Process]) -> None:
+    """Kill them, and remove the shared memory that they map: none of them is left to do it."""
+    running = [process for process in processes if process.is_running()]
+    names = in_shared_memory_of(running)
+    for process in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for name in names:
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def engine_environment() -> dict:

@@ -15,7 +15,7 @@ import urllib.request
 import aiohttp
 import psutil
 import pytest
-from tests.engine.engines import HERE, engine_environment
+from tests.engine.engines import HERE, engine_environment, kill
 from tests.engine.forks import Forked
 from tests.ipc.link.conftest import free_port
 
@@ -89,9 +89,7 @@ class Server:
         return next(p for p in self.everybody() if who in " ".join(p.cmdline()))
 
     def close(self) -> None:
-        for process in self.everybody():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill(self.everybody())
         self.process.kill()
         self.process.wait()
 

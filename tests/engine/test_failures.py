@@ -4,11 +4,14 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.asleep import restless
@@ -19,11 +22,13 @@ from tests.engine.engines import (
     gone,
     greedy,
     in_shared_memory,
-    left_in_shared_memory,
+    in_shared_memory_of,
+    kill,
     model,
     prompts,
     tokens,
 )
+from tests.engine.servers import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -176,16 +181,31 @@ def test_a_killed_worker_ends_the_engine_with_its_name(engine):
 
 @pytest.mark.parametrize("who", ["front end", pytest.param("both", marks=pytest.mark.slow)])
 def test_an_engine_killed_while_it_starts_leaves_nothing(models, who):
-    before = in_shared_memory()
     with Engine(model(models), sipipe={"samplers": 2}, **TWO_STAGES) as engine:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and len(engine.find("Worker_PP")) < 2:
             time.sleep(0.05)
         everybody, core = engine.descendants(), engine.find("EngineCore")
         assert core, everybody
+        mapped = in_shared_memory_of(everybody)  # perhaps none
         if who == "both":
             core[0].send_signal(signal.SIGKILL)
         os.kill(engine.process.pid, signal.SIGKILL)
         engine.process.wait(20)
+        mapped |= in_shared_memory_of(everybody)
         assert gone(everybody)
-        assert not left_in_shared_memory(before)
+        wait_until(lambda: not mapped & in_shared_memory(), 5)
+
+
+def test_what_a_test_kills_leaves_nothing():
+    """Nor does the one that would tidy up behind it, where that is killed too."""
+    code = "from multiprocessing import shared_memory as it; held = it.SharedMemory(None, True, 9)"
+    code += "; print(held.name, flush=True); input()"
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **ends) as process:
+        name = process.stdout.readline().strip()
+        parent = psutil.Process(process.pid)
+        everybody = [*parent.children(), parent]
+        assert in_shared_memory_of(everybody) == {name}
+        kill(everybody)
+    assert name not in in_shared_memory()

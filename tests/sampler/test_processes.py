@@ -410,12 +410,13 @@ def test_what_ends_its_samplers_fails_alone(how, monkeypatch):
         assert service.collect(1)[0] == expected(more, [[token] for token in drawn])
 
 
-def test_samplers_are_small_and_end_with_their_parent(calm):  # the last one, for it ends them
-    processes = [psutil.Process(calm.pid(index)) for index in range(2)]
+def test_samplers_are_small_and_end_with_their_parent(service):
+    check_both_draw(service)
+    processes = [psutil.Process(service.pid(index)) for index in range(2)]
     for process in processes:
         names = {os.path.basename(m.path) for m in process.memory_maps()}
         assert not [name for name in names if "torch" in name]
-    calm.children.end(NAMES)  # what the kernel does for an engine that was killed
+    service.children.end(NAMES)  # what the kernel does for an engine that was killed
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    assert not calm.deaths
+    assert not service.deaths

@@ -234,7 +234,11 @@ def test_block_tables_and_slots(batch, widths, seen):
             torch.zeros(ROWS, dtype=torch.int32),
         )
         slots = tables.compute_slot_mappings(batch.index, batch.starts, positions, TOKENS)
-        return *found, slots, *tables.input_block_tables
+        masked, ended = batch.index.clone(), positions.clone()
+        masked[0], ended[: batch.starts[1]] = -1, 999_999  # of another batch
+        fewer = tables.compute_slot_mappings(masked, batch.starts, ended, TOKENS, slots.clone())
+        none = tables.compute_slot_mappings(masked[:0], batch.starts * 0, ended, TOKENS, slots * 1)
+        return *found, slots, fewer, none, *tables.input_block_tables
 
     found = both(gather)
     assert (found[0][batch.count :] == 0).all()

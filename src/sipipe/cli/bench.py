@@ -295,8 +295,12 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
     for option, file in (("--sharegpt", own.sharegpt), ("--trace-file", own.trace_file)):
         if file and not Path(file).is_file():
             raise ConfigError(f"bench: {option}: there is no file {file}")
-    if own.output and not Path(own.output).parent.is_dir():
-        raise ConfigError(f"bench: --output: there is no directory {Path(own.output).parent}")
+    if own.output:
+        page = Path(own.output)
+        if not page.parent.is_dir():
+            raise ConfigError(f"bench: --output: there is no directory {page.parent}")
+        if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+            raise ConfigError(f"bench: --output: no file can be written at {page}")
     devices = _config(rest)[0].devices or ()
     if len(set(devices)) < len(devices) and not own.shared_devices:
         raise ConfigError(

@@ -11,13 +11,13 @@ from sipipe.tools.report.render import render_load
 ENGINES = ("sipipe", "stock")
 
 
-def result(rates=(1.0, 2.0, 8.0, None), prompts=(None,)):
+def result(rates=(1.0, 2.0, 8.0, None), prompts=(None,), goodput="0.50"):
     rows = [
         {"sampling": "chat", "requests": 64, "engine": engine}
         | ({"prompt": prompt} if prompt else {})
         | ({"rate": rate} if rate else {})
         | {"tok/s": "1,234 (1,000-1,300)", "TTFT p50": "5", "TTFT p99": "9,000"}
-        | {"TPOT p50": "5", "TPOT p99": "6", "goodput/s": "0.50", "draws p": None}
+        | {"TPOT p50": "5", "TPOT p99": "6", "goodput/s": goodput, "draws p": None}
         for prompt in prompts
         for rate in rates
         for engine in ENGINES
@@ -57,6 +57,7 @@ def browser():
         ),
         (result((None,), (16, 256)), ["chat, 64 requests; over tokens of a prompt"]),
         (result((None,)), ["chat; over requests"]),
+        (result(goodput="0.00"), ["chat, 64 requests; over requests/s sent"]),
     ],
 )
 def test_a_browser_draws_each_figure_and_shows_every_row(browser, tmp_path, made, headings):

@@ -97,7 +97,7 @@ def compute_slot_mappings(
         idx_mapping.repeat(lengths(idx_mapping, query_start_loc)),
         query_start_loc[len(idx_mapping)],
     )
-    most = max(idx_mapping.max(), 0) + 1
+    most = idx_mapping.max(initial=0) + 1
     for group, enabled in enumerate(slot_mapping_enabled):
         slots, size = slot_mappings_ptr[group], int(block_sizes[group])
         slots[tokens:max_num_tokens] = PAD_ID
@@ -105,7 +105,8 @@ def compute_slot_mappings(
             slots[:tokens] = PAD_ID
             continue
         blocks = at(block_table_ptrs[group], most, block_table_strides[group])
-        slots[:tokens] = blocks[rows, pos[:tokens] // size] * np.int64(size) + pos[:tokens] % size
+        columns = np.where(rows < 0, 0, pos[:tokens] // size)  # a row of -1 has any position
+        slots[:tokens] = blocks[rows, columns] * np.int64(size) + pos[:tokens] % size
         slots[:tokens][rows < 0] = PAD_ID
 
 

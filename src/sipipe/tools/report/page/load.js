@@ -34,7 +34,7 @@ function drawLoads(host) {
     for (const [heading, unit, keys] of CHARTS) {
       const series = keys.flatMap((key) => lines(rows, key)), far = Math.max(...series.flatMap((line) => line.x));
       const common = { unit, value: (v) => number(v), format: (v) => `${number(v)} ${AXES[over]}` };
-      if (series.length) plot(charts, heading, series, { ...common, x: () => [0, far * 1.05], y: (u, low, high) => [0, high * 1.1] });
+      if (series.length) plot(charts, heading, series, { ...common, x: () => [0, far * 1.05], y: (u, low, high) => [0, high * 1.1 || 1] });
     }
   }
 }
