@@ -298,7 +298,7 @@ class RequestTracker:
                 error = str(problem)
             cost = self._balancer.cost(params)
             asked = sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids
-            scores = asked != (None, None)
+            scores = any(one is not None for one in asked)  # an array is no truth
         request = TrackedRequest(
             handle=self._next_handle,
             sampler=ON_DEVICE if here else self._balancer.place(cost, beside),
