@@ -49,7 +49,7 @@ print(sorted(name for name in sys.modules if name.startswith("sipipe.messages.")
     assert found.returncode == 0, found.stderr
     assert found.stdout.split("\n")[:2] == [
         "[7, 7]",
-        "['sipipe.messages.cost', 'sipipe.messages.params']",
+        "['sipipe.messages.cost', 'sipipe.messages.measured', 'sipipe.messages.params']",
     ]
 
 
