@@ -36,7 +36,6 @@ from sipipe.config import MicrobatchSettings
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.scheduling.scheduler import AsyncPipelineScheduler, PipelineScheduler
-from sipipe.errors import ConfigError
 
 BLOCK = 16
 
@@ -78,17 +77,17 @@ def ours(request):
 class Engine:
     """vLLM's batch queue around a scheduler and a make-believe model."""
 
-    def __init__(self, cls, config, *, blocks: int = 2000, config_ahead: int | None = None) -> None:
+    def __init__(self, cls, config, *, blocks: int = 2000, ahead: int | None = None) -> None:
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
         self.turns = config.max_concurrent_batches
-        self.depth = self.turns + getattr(cls, "ahead", 0)
-        told = self.depth - self.turns if config_ahead is None else config_ahead
+        ahead = int(issubclass(cls, AsyncPipelineScheduler)) if ahead is None else ahead
+        self.depth = self.turns + ahead
         with (
             patch.object(type(config), "max_concurrent_batches", self.depth),
-            patch.object(type(config), "ahead", told, create=True),
+            patch.object(type(config), "ahead", ahead, create=True),
         ):
             self.scheduler = cls(
                 vllm_config=config,
@@ -284,7 +283,7 @@ def test_requests_that_stop_early_leave_nothing_behind(ours, configs, reset):
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_aborts_leave_nothing_behind(ours, configs, stages):
-    if stages == 1 and ours.ahead:
+    if stages == 1 and ours is AsyncPipelineScheduler:
         pytest.skip("nothing is ahead of one microbatch (sipipe.engine.compatibility)")
     engine, _ = _random_run(ours, configs(stages), 7, blocks=100)
     assert not engine.scheduler.requests
@@ -324,12 +323,15 @@ def test_what_is_out_beside_an_empty_visit_is_scheduled_again_without_a_pause(co
     assert pauses == 2, "while the queue was not full"
 
 
-def test_an_engine_that_is_not_ahead_refuses_the_scheduler_that_is(configs):
-    class Mine(AsyncPipelineScheduler):
-        pass
-
-    with pytest.raises(ConfigError, match="--scheduler-cls Mine: leave it out"):
-        Engine(Mine, configs(2), config_ahead=0)
+def test_without_an_engine_that_is_ahead_tokens_are_counted_before_they_come_and_not_used(configs):
+    """--scheduler-cls AsyncPipelineScheduler, by whatever executor."""
+    engine = Engine(AsyncPipelineScheduler, configs(2), ahead=0)
+    for index in range(9):
+        engine.add(f"r{index}", 5 + index, 20 + index)
+    engine.run()
+    assert {id: len(tokens) for id, tokens in engine.tokens.items()} == {
+        f"r{index}": 20 + index for index in range(9)
+    }
 
 
 def test_one_slot_schedules_exactly_as_stock(configs):

@@ -32,7 +32,7 @@ come. Nobody waits for this scheduler then, but for the tokens alone
 import itertools
 import sys
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm import envs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -48,7 +48,6 @@ from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, usual
-from sipipe.errors import ConfigError
 
 NEVER = sys.maxsize
 """As a step."""
@@ -62,13 +61,13 @@ class PipelineScheduler(Scheduler):
     ``additional_config["sipipe"]["microbatches"]`` (:class:`sipipe.config.MicrobatchSettings`).
     """
 
-    ahead: ClassVar[int] = 0
-    """Microbatches that are scheduled before there is room for them in the pipeline."""
     max_num_scheduled_tokens: int  # vLLM's, which no type checker sees
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
+        self.ahead: int = getattr(self.vllm_config, "ahead", 0)
+        """Microbatches that are scheduled before there is room for them in the pipeline."""
         self.controller = ConcurrencyController(
             stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             slots=self.vllm_config.max_concurrent_batches - self.ahead,
@@ -263,17 +262,8 @@ class PipelineScheduler(Scheduler):
 
 
 class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
-    """Schedules a slot's next microbatch while its last may be out (see the module's text). SiPipe's
-    engine sets it. Raises ConfigError where another one would: it publishes nothing too early."""
-
-    ahead = 1
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if getattr(self.vllm_config, "ahead", 0) != self.ahead:
-            raise ConfigError(
-                f"--scheduler-cls {type(self).__name__}: leave it out, or name PipelineScheduler"
-            )
+    """Can schedule a slot's next microbatch while its last is out (see the module's text); SiPipe's
+    engine sets it where it is ahead. In another it does as the one above."""
 
 
 def _pending_tokens(request: Request) -> int:

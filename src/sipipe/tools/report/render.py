@@ -184,4 +184,5 @@ def _page(template: str, title: str, data: Mapping[str, Any], scripts: Sequence[
         "DATA": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         "SCRIPT": "\n".join(part(name) for name in scripts),
     }
-    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], part(template))
+    whole = part(template) + part("end.html")
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], whole)
