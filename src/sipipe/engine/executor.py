@@ -5,8 +5,8 @@ drives is :class:`sipipe.engine.pipeline.Pipeline`. Each scheduling output is pu
 future that EngineCore holds is resolved when the tokens are in on BIC-O. Control calls
 (``collective_rpc``) travel on BIC-I too, and workers answer them through their pipes.
 
-Relies on vLLM's batch queue: iteration i + m is not published before iteration i has been
-resolved, m being the number of microbatches in flight. So the logits of an iteration stay readable
+Iteration i + m is not published before iteration i has left, m being the number of microbatches in
+flight (:meth:`sipipe.engine.iterations.Iterations.begin`). So the logits of an iteration stay readable
 until all of its tokens are in, also for a restarted sampler.
 """
 
@@ -67,7 +67,8 @@ class Executor(VllmExecutor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """False: SiPipe overlaps by keeping more microbatches in flight, with known tokens."""
+        """False: vLLM's would change its workers too. SiPipe schedules ahead by itself
+        (:func:`sipipe.engine.compatibility.schedules_ahead`)."""
         return False
 
     @_one_cause()
