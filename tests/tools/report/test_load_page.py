@@ -75,6 +75,10 @@ def test_a_browser_draws_each_figure_and_shows_every_row(browser, tmp_path, made
     )
     both = [*ENGINES, *(f"{engine} p99" for engine in ENGINES)]
     assert labels == [[*ENGINES], [*ENGINES], both, both] * len(headings)
+    assert browser.run(
+        "[...document.querySelectorAll('.charts > div')].every(chart =>"
+        " chart.querySelector('.u-wrap').offsetWidth === chart.clientWidth)"
+    )
     assert browser.run("document.querySelectorAll('#figures tbody tr').length") == len(made["rows"])
     assert ("draws p" in browser.run("document.querySelector('#figures').textContent")) is False
     assert browser.problems() == []

@@ -54,5 +54,6 @@ const { machine } = data;
 $("what").textContent = [data.title, data.note, machine.cpu && `${machine.cpu}, ${machine.cores} cores`, machine.date].filter(Boolean).join(" · ");
 $("foot").textContent = `SiPipe ${data.version} · ${data.command}`;
 drawLoads($("loads"));
+for (const build of plots) build(); // at the widths that they have beside each other
 $("figures").append(table(columns.map((name) => ({ name, text: ["sampling", "engine", "cores"].includes(name), cell: (row) => String(told(row, name)) })), data.rows));
 window.sipipe = { ready: Promise.resolve() }; // for scripts and tests, as the report's
