@@ -148,6 +148,16 @@ def test_a_containers_memory_is_told_and_no_compiler_is_a_warning(capsys, vllm, 
     assert found["GPUs"]["text"] == "none found (nvidia-smi)"
 
 
+@pytest.mark.parametrize(
+    ("release", "state"),
+    [("6.12.0-amd64", "ok"), ("6.8.0-31-generic", "warning"), ("7.0", "ok"), ("odd", "warning")],
+)
+def test_a_kernel_that_lets_sleepers_wait_is_named(capsys, vllm, monkeypatch, release, state):
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
+    _, found = report(capsys)
+    assert (found["kernel"]["state"], found["kernel"]["text"].split(": ")[0]) == (state, release)
+
+
 def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
     monkeypatch.setattr(doctor, "gpus_here", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -120,10 +121,20 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
     yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
     total, free = psutil.virtual_memory().total / 2**30, free_bytes() / 2**30
     yield Finding("memory", "ok", f"{total:,.1f} GiB, {free:,.1f} GiB may be used")
+    yield _kernel(platform.release())
     for index, line in enumerate(gpus):
         yield Finding(f"GPU {index}", "ok", line)
     if not gpus:
         yield Finding("GPUs", "ok", "none found (nvidia-smi)")
+
+
+def _kernel(release: str) -> Finding:
+    """Whether it knows the slices that run_soon() asks for."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers and tuple(map(int, numbers.groups())) >= (6, 12):
+        return Finding("kernel", "ok", release)
+    late = "what wakes up beside a busy process may wait 4 ms; Linux 6.12 lets SiPipe's run at once"
+    return Finding("kernel", "warning", f"{release}: {late}")
 
 
 def _what_sipipe_does(
