@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "sipipe"
 PAGE = ROOT / "docs" / "upstream.md"
 
-ROOMS = ("engine", "worker", "tools/stock_trace.py")
+ROOMS = ("engine", "worker")
 """What imports vLLM."""
 THEIRS = {"runner", "_runner", "model_runner", "model", "_model", "_module", "group", "vllm_config"}
 """What variables that hold objects of vLLM are called here."""

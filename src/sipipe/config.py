@@ -129,16 +129,14 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     inflight: UpTo128OrAuto = "auto"
     """Microbatches in flight, 1 to 128. ``"auto"``: the number of stages + 1, so that sampling
-    and scheduling are a pipeline stage of their own. The paper's value is the number of stages."""
+    and gathering are a pipeline stage of their own. The paper's value is the number of stages."""
 
     cpu_sampling: Literal["auto", "on", "off", "per_row"] = "auto"
     """Whether tokens are drawn by CPU sampler processes. ``"off"``: by vLLM's own sampler on the
-    last stage, behind vLLM's own runner. ``"on"``: by samplers, or an error where SiPipe's path
-    cannot be taken.
-    ``"per_row"``, on stages on vLLM's second runner (GPUs): requests that ask for no more than a
-    temperature on the last stage's device, all others by samplers. ``"auto"``: by samplers where it
-    can; on stages on vLLM's second runner what is measured at start to save 3 % of the time between
-    two microbatches."""
+    last stage. ``"on"``: by samplers, or an error where they cannot. ``"per_row"``, on GPUs:
+    requests that ask for no more than a temperature on the last stage's device, all others by
+    samplers. ``"auto"``: by samplers where they can; on GPUs what is measured at start to save 3 %
+    of the time between two microbatches."""
 
     scheduler: Literal["pipeline", "vllm"] = "pipeline"
     """Which scheduler forms microbatches. ``"pipeline"``: SiPipe's, which keeps them stable and

@@ -28,7 +28,7 @@ class ConfigError(SiPipeError, ValueError):
 
 
 class UnsupportedError(SiPipeError):
-    """A vLLM version or a feature that SiPipe's path cannot serve; names the option."""
+    """A vLLM version or a feature that SiPipe cannot serve; names the option."""
 
     status = 2
 

@@ -1,4 +1,4 @@
-"""Compilation of all kernels of the project, and where their machine code is kept.
+"""Compilation of all compiled kernels, and where their machine code is kept.
 
 Numba compiles without the GIL and keeps the code on disk. Its own cache judges by the time stamp of
 the file that holds a function, which misses a change in a helper that is inlined; it lets CPUs of

@@ -16,8 +16,8 @@ Guarantees
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
-    The logits of an iteration stay in BIC-L until all who have rows in it have drawn: vLLM's batch
-    queue does not publish iteration i + m before iteration i has been resolved. Logits in which a
+    The logits of an iteration stay in BIC-L until all who have rows in it have drawn:
+    :meth:`Iterations.begin` publishes no iteration i + m before iteration i has left. Logits in which a
     sampler has no rows are not kept for its successor, which skips them.
 """
 

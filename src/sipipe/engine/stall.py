@@ -1,6 +1,6 @@
 """The bound on what the engine waits for: what makes no progress stops it, and says where.
 
-Runs on the events thread only. An iteration has the bound itself, on either path; while a sampler is
+Runs on the events thread only. An iteration has the bound itself; while a sampler is
 replaced, the clock stands still. Any other call of the workers may take as long as they live and
 answer. While something is late, the workers are asked again and again: as long as one does not
 answer, the engine is stalled, and ``/health`` says so.

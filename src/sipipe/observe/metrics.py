@@ -56,9 +56,7 @@ def _busy(block: Block) -> Values:
 _gauge, _counter = partial(Metric, "gauge"), partial(Metric, "counter")
 
 METRICS: dict[str, Metric] = {
-    "sipipe_info": _gauge(
-        "executor", lambda _: {"": 1.0}, "Versions, whose runner and sampler, and why"
-    ),
+    "sipipe_info": _gauge("executor", lambda _: {"": 1.0}, "Versions, who draws, and why"),
     "sipipe_idle_seconds": _counter(
         "executor", lambda of: {"": of.idle_ns / 1e9}, "Time without any request"
     ),

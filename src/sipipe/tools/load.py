@@ -112,7 +112,7 @@ def run(job: Job) -> dict[str, Any]:
             run = client.run(job.mixes[name], count, prompt, seed, rate)
             more = f" prompt={prompt}" * (prompt > 0) + f" rate={rate}" * (rate > 0)
             runs[f"{name} {count}{more}"].append(run)
-        told = r"(?:core plan|layers of the stages|cpu_sampling auto).*"
+        told = r"(?:core plan|Layers of the stages|cpu_sampling auto).*"
         plan = re.findall(told, _read(log) if log else "")
         found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
         found["wall_s"] = time.monotonic() - began

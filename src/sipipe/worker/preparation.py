@@ -244,7 +244,7 @@ class TokenFeedback:
     def __init__(
         self, max_num_reqs: int, num_speculative_steps: int = 0, device: Any = "cpu", **_: Any
     ) -> None:
-        assert not num_speculative_steps, "speculative decoding is refused at start-up"
+        assert not num_speculative_steps, "drafts are not the runner's"
         self.output: SchedulerOutput | None = None
         """The scheduling output that is about to run; its worker sets it."""
         self.states: Any = None

@@ -1,4 +1,4 @@
-"""A stage on vLLM's second runner, of SiPipe's path: one kind for CPUs and GPUs. With it what every
+"""A stage on vLLM's second runner: one kind for CPUs and GPUs. With it what every
 stage is made with, and one that is not open yet.
 
 What SiPipe has is around the runner's forward pass: inputs are prepared ahead by a thread of their
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
@@ -35,9 +35,6 @@ from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover, Projection
 from sipipe.worker.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
 from sipipe.worker.publisher import Publisher
-
-if TYPE_CHECKING:
-    from sipipe.worker.double_buffer import DoubleBuffer
 
 Report = Callable[[IterationReport | KVReport], None]
 

@@ -87,7 +87,7 @@ def describe_layers(
 ) -> str:
     """Which layers the stages get, where it is not what vLLM would give them, and what that costs;
     or what a cut would be worth that costs too much. Else empty. ``by_cost``: whether the last
-    stage alone has the output projection, on SiPipe's path."""
+    stage alone has the output projection."""
     even = layer_split(sum(layers), len(layers))
     free = by_cost and is_free(config)
     facts = model_facts(vllm_config) if layers != even or free else None

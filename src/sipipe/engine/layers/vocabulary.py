@@ -41,8 +41,8 @@ class Vocabulary:
 def choose_vocabulary(
     vllm_config: VllmConfig, config: SiPipeConfig, cut: tuple[int, ...]
 ) -> tuple[Vocabulary, tuple[int, ...]]:
-    """Who multiplies by the output projection, and the layers of the stages then. On SiPipe's path
-    only. ``cut``: the layers where the last stage has the projection."""
+    """Who multiplies by the output projection, and the layers of the stages then, where
+    samplers draw. ``cut``: the layers where the last stage has the projection."""
     if config.vocabulary == "last" or len(cut) == 1:
         return Vocabulary(), cut
     why = _why_last(vllm_config, config)
