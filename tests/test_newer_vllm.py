@@ -23,6 +23,7 @@ SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
 ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
 ALL = {
     "seams": SEAMS,
+    "scheduling": ("tests/engine/scheduling/test_scheduler.py",),
     "worker": ("tests/worker",),
     "parity": ("tests/engine/test_parity.py", "-m", ""),
     "features": ("tests/engine/test_features.py", "-m", ""),

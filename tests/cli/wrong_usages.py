@@ -125,6 +125,8 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --convert no-such => convert
 --seed x => seed
 --worker-cls my.Worker => --worker-cls my.Worker: SiPipe brings its own
+--scheduler-cls vllm.v1.core.sched.async_scheduler.AsyncScheduler => --scheduler-cls .* schedules ahead
+--scheduler-cls no.Such => --scheduler-cls no.Such: No module named
 --speculative-config '{"method": "ngram_gpu", "num_speculative_tokens": 2}' => --speculative-config
 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' => speculative|MTP
 --speculative-config '{"method": "eagle", "model": "x", "num_speculative_tokens": 1}' => does not support "eagle"

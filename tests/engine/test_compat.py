@@ -231,6 +231,9 @@ def test_a_choice_per_row_is_for_devices_that_draw(request):
     assert not compat.why_not_samplers(vllm_config(), settings)
 
 
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -241,7 +244,7 @@ def test_a_choice_per_row_is_for_devices_that_draw(request):
         ({"model_config__runner_type": "pooling"}, "pooling"),
         ({"model_config__is_diffusion": True}, "diffusion"),
         ({"max_concurrent_batches": 1}, '"inflight" of 1'),
-        ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler"),
+        ({"scheduler_config__scheduler_cls": SCHEDULER}, "scheduler"),
         ({"additional_config": {"sipipe": {"scheduler": "vllm"}}}, "scheduler"),
     ],
 )
@@ -254,3 +257,19 @@ def test_what_waits_for_tokens_is_not_scheduled_ahead_of_them(changes, reason):
         return
     with pytest.raises(UnsupportedError, match=f"--async-scheduling: not with.*{reason}"):
         compat.schedules_ahead(config, True)
+
+
+@pytest.mark.parametrize(
+    ("named", "refusal"),
+    [
+        ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", "it schedules ahead"),
+        ("sipipe.engine.scheduling.scheduler.AsyncPipelineScheduler", "it schedules ahead"),
+        ("vllm.v1.core.sched.scheduler.NoSuch", "NoSuch"),
+        ("nosuch.Scheduler", "No module named 'nosuch'"),
+        ("NoSuch", "not enough values"),
+    ],
+)
+def test_a_scheduler_that_is_not_there_or_counts_tokens_before_they_come_is_refused(named, refusal):
+    config = vllm_config(max_concurrent_batches=3, scheduler_config__scheduler_cls=named)
+    with pytest.raises(ConfigError, match=f"--scheduler-cls {named}: .*{refusal}"):
+        compat.schedules_ahead(config, None)

@@ -242,3 +242,13 @@ def test_rows_of_a_sequence_stay_in_one_part(limit):
     assert np.concatenate(parts).tolist() == list(range(6))
     whole = [set(handles[part].tolist()) for part in parts]
     assert not any(one & other for i, one in enumerate(whole) for other in whole[:i])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_part_is_bounded_also_where_a_sequence_s_drafts_fill_it(rows):
+    columns, limit = SequenceColumns(VOCAB), 5 * VOCAB
+    for handle in range(40):
+        columns.join(handle, SequenceParams(logprobs=-1, seed=1))
+    parts = columns.shares(np.repeat(np.arange(40, dtype=np.int32), rows), limit)
+    assert np.concatenate(parts).tolist() == list(range(40 * rows))
+    assert max(map(len, parts)) * (1 + VOCAB) <= limit + rows * (1 + VOCAB)

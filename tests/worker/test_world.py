@@ -72,10 +72,12 @@ def join(monkeypatch, stage, tp_rank, tp_size=2):
 
 
 def in_the_world_of(monkeypatch, local_rank):
-    group = SimpleNamespace(local_rank=local_rank, barrier=lambda: None)
+    """Returns who has entered its barrier."""
+    entered = []
+    group = SimpleNamespace(local_rank=local_rank, barrier=lambda: entered.append(local_rank))
     monkeypatch.setattr(all_reduce_utils.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: group)
-    monkeypatch.setattr(all_reduce_utils, "_gpu_p2p_access_cache", None)
+    return entered
 
 
 def test_a_stage_without_local_rank_0_knows_which_gpus_reach_each_other(monkeypatch, four_gpus):
@@ -83,13 +85,14 @@ def test_a_stage_without_local_rank_0_knows_which_gpus_reach_each_other(monkeypa
         in_the_world_of(process, local_rank=2)
         with pytest.raises(FileNotFoundError):
             all_reduce_utils.gpu_p2p_access_check(0, 1)
-    for stage, rank in ((1, 1), (1, 0), (0, 0)):
+    for stage, rank in ((1, 1), (1, 0), (0, 0), (0, 1)):
         with monkeypatch.context() as process:
+            process.setattr(all_reduce_utils, "_gpu_p2p_access_cache", None)
             join(process, stage, rank)
-        assert len(four_gpus) == (rank == 0), "the first to come asks, one of a stage"
-    in_the_world_of(monkeypatch, local_rank=2)
-    assert all_reduce_utils.gpu_p2p_access_check(0, 1)
-    assert len(four_gpus) == 1
+            entered = in_the_world_of(process, local_rank=2 * stage + rank)
+            assert all_reduce_utils.gpu_p2p_access_check(0, 1)
+            assert not entered, "nobody, or every rank of the stage"
+        assert len(four_gpus) == 1, "the first to come asks"
 
 
 def test_a_rank_alone_asks_for_no_peers(monkeypatch, four_gpus):
@@ -106,7 +109,7 @@ MAKES = (
 FIRST = "says who logs or shows progress: the first rank of each stage"
 RIGHT = {
     "distributed/device_communicators/all_reduce_utils.py:gpu_p2p_access_check": (
-        "world.find_peers has its file there before; the barrier is the stage's own"
+        "world.find_peers has every rank read its file before, so that none enters the barrier"
     ),
     "distributed/elastic_ep/elastic_execute.py:ElasticEPScalingExecutor.prepare_new_worker": OFF,
     "distributed/elastic_ep/standby_state.py:create_standby_groups": OFF,

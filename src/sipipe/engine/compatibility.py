@@ -8,6 +8,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.speculation import check_speculation
@@ -91,6 +92,8 @@ def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
     ``--async-scheduling``, ``asked``; None: as many as may be. Raises UnsupportedError: what was asked
     for cannot be."""
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    if (named := vllm_config.scheduler_config.scheduler_cls) is not None:
+        _check_scheduler(named)
     against = {
         "drafts, which come with the tokens": vllm_config.speculative_config is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
@@ -98,13 +101,28 @@ def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
         "pooling models": vllm_config.model_config.runner_type == "pooling",
         "diffusion models": vllm_config.model_config.is_diffusion,
         '"inflight" of 1': vllm_config.max_concurrent_batches == 1,
-        "a scheduler that is not SiPipe's": config.scheduler != "pipeline"
-        or vllm_config.scheduler_config.scheduler_cls is not None,
+        "a scheduler that is not SiPipe's": config.scheduler != "pipeline" or named is not None,
     }
     reason = next((reason for reason, holds in against.items() if holds), "")
     if asked and reason:
         raise UnsupportedError(f"--async-scheduling: not with {reason}: leave one of the two out")
     return int(asked is not False and not reason)
+
+
+def _check_scheduler(named: str | type) -> None:
+    """Refuse a ``--scheduler-cls`` that is not there, or counts tokens before they have come, by which an
+    engine that is not ahead would compute (ConfigError)."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    try:
+        found = resolve_obj_by_qualname(named) if isinstance(named, str) else named
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--scheduler-cls {named}: {error}") from None
+    if issubclass(found, AsyncScheduler):
+        raise ConfigError(
+            f"--scheduler-cls {named}: it schedules ahead, which is for SiPipe's engine to decide: "
+            "leave it out"
+        )
 
 
 def check_stages(vllm_config: VllmConfig) -> None:

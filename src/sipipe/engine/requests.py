@@ -4,7 +4,7 @@ vLLM's scheduler decides which tokens a request has; the executor sees them as n
 tokens in each scheduling output, and the tokens themselves as what the samplers returned. The
 tracker turns the difference between two scheduling outputs into the samplers' :class:`Step`.
 
-Invariant: a request is in at most one iteration in flight, so the state after the last
+Invariant: a request is in at most one iteration in flight whose tokens count, so the state after the last
 scheduling output is also the state at the request's own iteration. That is what makes a
 restarted sampler's snapshot exact.
 """

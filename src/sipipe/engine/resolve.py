@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from sipipe.engine.iterations import Iteration, Iterations
@@ -30,8 +29,6 @@ from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import decode_sampled, int32_view
 from sipipe.observe.phases import Phase
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
@@ -107,8 +104,6 @@ class Resolver:
             self._telemetry.record(
                 Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn
             )
-        for request_id, reason in iteration.errors.items():
-            logger.error("request %s fails: %s", request_id, reason)
         with suppress(InvalidStateError):
             iteration.future.set_result(output)
 

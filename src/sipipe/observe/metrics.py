@@ -75,7 +75,7 @@ METRICS: dict[str, Metric] = {
         "executor", Word.INFLIGHT, "Microbatches dispatched and not yet gathered"
     ),
     "sipipe_requests_running": _gauge("executor", Word.RUNNING, "Requests that are being served"),
-    "sipipe_tokens": _counter("executor", Word.TOKENS, "Tokens drawn"),
+    "sipipe_tokens": _counter("executor", Word.TOKENS, "Tokens drawn, also behind an end"),
     "sipipe_draft_tokens": _counter("executor", Word.DRAFTS, "Draft tokens that were verified"),
     "sipipe_draft_tokens_accepted": _counter(
         "executor", Word.ACCEPTED, "Draft tokens that were drawn"

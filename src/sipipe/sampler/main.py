@@ -61,7 +61,7 @@ from sipipe.sampler.state import SequenceColumns, ahead_of
 from sipipe.sampler.warmup import measure, warm_up
 
 FRAME_LOGPROBS = 1 << 20
-"""Logprobs of one frame of an answer, 8 bytes each, and one row's more: what bounds a sampler's
+"""Logprobs of one frame of an answer, 8 bytes each, and one sequence's more: what bounds a sampler's
 memory when many requests ask for the whole vocabulary."""
 
 

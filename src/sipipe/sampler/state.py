@@ -295,8 +295,8 @@ class SequenceColumns:
         return SampleResult(out.tokens, out.codes, logprobs)
 
     def shares(self, handles: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.intp]]:
-        """``handles`` in parts whose logprobs are ``limit`` and one row's at most, as indices; with a
-        limit of 0 each is a part of its own. The rows of a sequence stay together."""
+        """``handles`` in parts whose logprobs are ``limit`` and one sequence's at most, as indices; with
+        a limit of 0 each is a part of its own. The rows of a sequence stay together."""
         every = np.arange(len(handles))
         starts = 1 + np.flatnonzero(np.diff(handles))
         if not limit:
@@ -307,7 +307,8 @@ class SequenceColumns:
         if wanted.sum() <= limit:
             return [every]
         full = np.cumsum(wanted) // limit
-        return np.split(every, starts[full[starts] > full[starts - 1]])
+        before = np.r_[0, starts[:-1]]
+        return np.split(every, starts[full[starts] > full[before]])
 
     def _bitmask(
         self, n: int, bitmask: npt.NDArray[np.int32] | None, rows: Tokens | None

@@ -115,7 +115,7 @@ def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
         init_batch_invariance()
         parallel_state.set_custom_all_reduce(not parallel.disable_custom_all_reduce)
         seconds = parallel.distributed_timeout_seconds
-        if not envs.VLLM_SKIP_P2P_CHECK and place.tp_rank == 0 < place.tp_size - 1:
+        if not envs.VLLM_SKIP_P2P_CHECK and place.tp_size > 1:
             find_peers()
         parallel_state.init_distributed_environment(
             place.tp_size,
@@ -184,7 +184,8 @@ def keep_caches_apart(place: StagePlace) -> None:
 
 def find_peers() -> None:
     """Have vLLM's file there of which GPUs reach each other. Once a world is made, only local rank 0
-    writes it, which no stage but the first has; before that whoever misses it does."""
+    writes it, which no stage but the first has; before that whoever misses it does. Every rank of a
+    stage calls this: who has read the file does not enter vLLM's barrier of those that have not."""
     os.makedirs(envs.VLLM_CACHE_ROOT, exist_ok=True)
     with open(os.path.join(envs.VLLM_CACHE_ROOT, "gpu_p2p_access_cache.lock"), "w") as file:
         # wait: `start_timeout`; another stage's worker, which asks each pair of GPUs, or its end

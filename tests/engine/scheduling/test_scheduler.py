@@ -518,6 +518,27 @@ def test_no_prompt_starts_while_the_cache_runs_out_though_another_goes_on(ours, 
     assert all(engine.tokens.values())
 
 
+def test_what_waits_behind_a_prompt_that_may_not_start_is_not_looked_at(ours, configs, monkeypatch):
+    engine = Engine(ours, configs(3, max_num_seqs=64))
+    looked, look = [], engine.scheduler.kv_cache_manager.get_computed_blocks
+    monkeypatch.setattr(
+        engine.scheduler.kv_cache_manager,
+        "get_computed_blocks",
+        lambda request, *more: looked.append(request.request_id) or look(request, *more),
+    )
+    for index in range(40):
+        engine.add(f"r{index}", 100, 4)
+    most = 0
+    while engine.scheduler.waiting:
+        looked.clear()
+        started = len(engine.scheduler.running)
+        engine.step()
+        most = max(most, len(looked) - (len(engine.scheduler.running) - started))
+    assert most <= 4, "one that may not start, and those that ended meanwhile"
+    assert engine.scheduler.max_num_active_reqs == 64
+    engine.run()
+
+
 def test_a_short_prompt_is_not_cut(ours, configs):
     engine = Engine(ours, configs(4))
     engine.add("short", 24, 2)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm import outputs
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
@@ -21,6 +22,8 @@ from sipipe.engine.speculation import speculation
 from sipipe.engine.telemetry import Telemetry
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class ObservedScheduler:
@@ -79,6 +82,8 @@ class ObservedScheduler:
             # vLLM's own way to finish requests with an error from within an update.
             # One that is scheduled once more already may have failed before.
             here = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
+            for request_id, reason in here.items():
+                logger.error("request %s fails: %s", request_id, reason)
             self.grammar_compile_error_reqs.update(_failed(here))  # type: ignore[attr-defined]
             self._clear_blocks()
         began = time.monotonic_ns()

@@ -40,7 +40,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.choose import model_facts
@@ -61,7 +61,8 @@ class PipelineScheduler(Scheduler):
     ``additional_config["sipipe"]["microbatches"]`` (:class:`sipipe.config.MicrobatchSettings`).
     """
 
-    max_num_scheduled_tokens: int  # vLLM's, which no type checker sees
+    max_num_scheduled_tokens: int  # these are vLLM's, which no type checker sees
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,10 +115,11 @@ class PipelineScheduler(Scheduler):
         if self._cuts_chunks:
             self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill.tokens)
         self._allowance = plan.prefill if self._prompts_wait else None
+        active = self.max_num_active_reqs
         try:
             output = super().schedule(throttle_prefills)
         finally:
-            self.max_num_scheduled_tokens = limit
+            self.max_num_scheduled_tokens, self.max_num_active_reqs = limit, active
             self._allowance = None
             for sequence in plan.decode:
                 sequence.id.next_decode_eligible_step = NEVER
@@ -255,15 +257,20 @@ class PipelineScheduler(Scheduler):
     def _clip(self, allowance: Allowance, request: Request, start: int, num_new_tokens: int) -> int:
         """What of a prefill chunk fits into the allowance that is left."""
         if not allowance.starts and not request.num_computed_tokens:
-            return 0
-        if not self._cuts_chunks:
-            return num_new_tokens if allowance.tokens else 0
-        return allowance.chunk(start, num_new_tokens)
+            tokens = 0
+        elif not self._cuts_chunks:
+            tokens = num_new_tokens if allowance.tokens else 0
+        else:
+            tokens = allowance.chunk(start, num_new_tokens)
+        if not tokens and request.status != RequestStatus.RUNNING:
+            # Nor may those behind it: vLLM 0.33 would look at all that wait, 0.32 stops by itself.
+            self.max_num_active_reqs = 0
+        return tokens
 
 
 class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
     """Can schedule a slot's next microbatch while its last is out (see the module's text); SiPipe's
-    engine sets it where it is ahead. In another it does as the one above."""
+    engine sets it where it is ahead, and it alone."""
 
 
 def _pending_tokens(request: Request) -> int:
