@@ -16,6 +16,8 @@ SERVERS = {
     "drains": "pair.send(b'60\\n'); signal.signal(signal.SIGTERM, drain); say('up'); hang()",
     "is done": "say('up'); sys.exit(0)",
     "is wrong": "say('up'); sys.exit(2)",
+    "served before": "say('up'); sys.exit(2) if os.path.exists(sys.argv[3]) else "
+    "(open(sys.argv[3], 'w'), pair.send(b'0\\n'), sys.exit(1))",
     "dies": "leave_reason('sampler0 keeps\\n dying'); say('up'); os.abort()",
     "leaves an orphan": "child = os.fork() or hang(); signal.signal(signal.SIGTERM, quit); "
     "say('up'); os.kill(child, signal.SIGTERM); hang() if os.path.exists(sys.argv[3]) else "

@@ -42,9 +42,10 @@ def environment(monkeypatch):
 def nothing_is_left():
     """No process, no shared memory after a test."""
     before = set(os.listdir("/dev/shm"))
+    others = set(psutil.Process().children(recursive=True))  # of tests before, in this process
     yield
-    ours = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
-    assert not ours
+    ours = set(psutil.Process().children(recursive=True)) - others
+    assert not [child for child in ours if child.is_running()]
     left = {name for name in set(os.listdir("/dev/shm")) - before if "sipipe" in name}
     assert not left
 

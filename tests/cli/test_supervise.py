@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,13 @@ import pytest
 from sipipe.ipc.sockets import PREFIX, own_sockets, remove_dead
 
 SCRIPT = Path(__file__).with_name("supervised.py")
+
+
+@pytest.fixture
+def tmp_path():
+    """Short, as the paths of sockets are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
 
 
 @pytest.fixture
@@ -178,6 +186,16 @@ def test_a_dead_server_is_started_again(supervised):
     assert re.search(r"the server ended by itself after \d+ s \(status 134\)", said)
 
 
+def test_a_configuration_that_has_run_is_not_wrong(supervised):
+    """What it names may be away for a while."""
+    process, _ = supervised("served before", "--restart")
+    for _ in range(2):
+        server_of(process)
+    process.terminate()
+    process.wait(20)
+    assert "(status 2); it is started again" in process.stderr.read()
+
+
 def test_it_is_started_again_where_nobody_reads_the_log(supervised):
     process, _ = supervised("comes back", "--restart", "--log")
     server_of(process)
@@ -214,6 +232,16 @@ def test_directories_of_the_living_stay(tmp_path, monkeypatch):
     assert "VLLM_RPC_BASE_PATH" not in os.environ
 
 
+def test_a_long_path_for_temporary_files_has_room_for_no_socket(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    for length in range(40, 80):
+        place = tmp_path / ("x" * (length - len(str(tmp_path)) - 1))
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        with own_sockets(), socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{os.environ['VLLM_RPC_BASE_PATH']}/{uuid.uuid4()}")
+
+
 @pytest.fixture
 def stranger():
     """A user who is not this one; only root can be another."""
@@ -245,7 +273,7 @@ import sys, threading, types
 launch = types.ModuleType("sipipe.engine.launch")
 def serve(*_, started):
     threading.Thread(target=threading.Event().wait).start()
-    raise RuntimeError("no start")
+    raise RuntimeError(sys.argv[3])
 launch.serve = serve
 sys.modules["sipipe.engine.launch"] = launch
 from sipipe.engine import server
@@ -253,11 +281,23 @@ sys.exit(server.main())
 """
 
 
-def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind():
+ROOT_CAUSE = "Engine core initialization failed. See root cause above. Failed core proc(s): "
+
+
+@pytest.mark.parametrize(
+    ("why", "status", "said"),
+    [
+        ("no start", 1, "RuntimeError: no start\n"),
+        (ROOT_CAUSE + "{'EngineCore': 2}", 2, ""),  # a wrong configuration, of which it has told
+        (ROOT_CAUSE + "{'EngineCore_DP0': 1}", 1, ""),
+        (ROOT_CAUSE + "{'EngineCore': -9}", 1, "EngineCore was killed by signal 9\n"),
+    ],
+)
+def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind(why, status, said):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         done = subprocess.run(
-            [sys.executable, "-c", FAILS, str(theirs.fileno()), '[["m"], {}, 1]'],
+            [sys.executable, "-c", FAILS, str(theirs.fileno()), '[["m"], {}, 1]', why],
             pass_fds=[theirs.fileno()],
             process_group=0,
             stderr=subprocess.PIPE,
@@ -265,5 +305,6 @@ def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind():
             timeout=60,
             check=False,
         )
-    assert done.returncode == 1
-    assert done.stderr.endswith("RuntimeError: no start\n")
+    assert done.returncode == status
+    assert done.stderr.endswith(said)
+    assert ("Traceback" in done.stderr) == ("root cause" not in why)

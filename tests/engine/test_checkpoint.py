@@ -1,6 +1,7 @@
 """What is refused of a model's directory before anything loads it."""
 
 import json
+import os
 from socket import gaierror
 
 import numpy as np
@@ -61,6 +62,15 @@ def test_a_name_on_the_hub_beside_a_directory_with_a_longer_one(tmp_path, monkey
     check_model("org/model-8B")
     with pytest.raises(ConfigError, match="did you mean"):
         check_model("./org/model-8B-Instruc")
+
+
+def test_what_this_user_may_not_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=f'MODEL "{tmp_path}" cannot be read: Permission denied'):
+        check_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        check_model("/" + "x" * 300)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,18 @@ def test_where_vllms_sampler_draws_nothing_is_shared():
     assert made.path == "sipipe"
 
 
+@pytest.mark.parametrize(("name", "bound"), [("EngineCore", True), ("ForkPoolWorker-1", False)])
+def test_a_users_process_is_not_bound(monkeypatch, name, bound):
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
+    cores = SimpleNamespace(scheduler=(0,), shared=False)
+    done = []
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    monkeypatch.setattr(setup, "run_soon", lambda: done.append("soon"))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: done.append(cpus))
+    setup.Setup(**fields | {"cores": cores}).bind_scheduler()
+    assert done == ["soon", (0,)] * bound
+
+
 def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
     made = SimpleNamespace(
         stages=3,

@@ -42,7 +42,8 @@ ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> int:
     """Run :mod:`sipipe.engine.server` with these arguments until it ends; its exit status.
 
-    ``restart``: start it again when it ends unasked, unless its configuration was wrong.
+    ``restart``: start it again when it ends unasked, unless its configuration was wrong. One that has
+    run is not wrong: what it names may be away for a while, as a host or a network is.
     ``follows``: it is a host agent, for which it is a success to end with the main host.
     """
     # Who started this may have it ignored: it would never come, and no status would be kept.
@@ -54,13 +55,14 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
         with own_sockets():
-            pause = FIRST_BREAK
+            pause, sound = FIRST_BREAK, False
             while True:
                 began = time.monotonic()
-                status, asked = _run(arguments, before - watched, watched)
+                status, asked, checked = _run(arguments, before - watched, watched)
+                sound |= checked and status != 2
                 if not asked and (reason := take_reason() or _killed(status)):
                     tell(reason)
-                if asked or status == 2 or not restart:
+                if asked or (status == 2 and not sound) or not restart:
                     return status if asked or status or follows else 1
                 lived = time.monotonic() - began
                 pause = FIRST_BREAK if lived > STEADY else pause
@@ -69,16 +71,18 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
                     f"it is started again in {pause:.0f} s"
                 )
                 # wait: the break, 60 s at most; a signal that ends it
-                if (got := signal.sigtimedwait(watched - {signal.SIGCHLD}, pause)) is not None:
-                    return 128 + got.si_signo
+                if signal.sigtimedwait(watched - {signal.SIGCHLD}, pause) is not None:
+                    return 0
                 pause = min(2 * pause, LONGEST_BREAK)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> tuple[int, bool]:
-    """One server, with ``mask`` as its blocked signals: its exit status, and whether it was asked
-    to end."""
+def _run(
+    arguments: list[Any], mask: set[int], watched: set[signal.Signals]
+) -> tuple[int, bool, bool]:
+    """One server, with ``mask`` as its blocked signals: its exit status, whether it was asked to end,
+    and, where it was not, whether its configuration had passed all checks."""
     server, control = start_child(
         SERVER,
         [json.dumps(arguments)],
@@ -107,10 +111,11 @@ def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> 
             asked = got.si_signo
             # vLLM drains at these two; at others it would die.
             server.send_signal(asked if asked == signal.SIGINT else signal.SIGTERM)
-            deadline = time.monotonic() + _shutdown_timeout(control) + GRACE
+            deadline = time.monotonic() + (_shutdown_timeout(control) or 0.0) + GRACE
         _end_group(server.pid)
         status = server.returncode
-        return (128 + (asked or -status) if status < 0 else status), bool(asked)
+        checked = not asked and _shutdown_timeout(control) is not None
+        return (128 + (asked or -status) if status < 0 else status), bool(asked), checked
 
 
 def _killed(status: int) -> str:
@@ -146,9 +151,9 @@ def _ends(group: int, seconds: float) -> bool:
     return True
 
 
-def _shutdown_timeout(server: socket.socket) -> float:
-    """Seconds that requests have to end in; 0 before the server has read its arguments."""
-    try:
-        return float(server.recv(64, socket.MSG_DONTWAIT) or 0)
-    except BlockingIOError:
-        return 0.0
+def _shutdown_timeout(server: socket.socket) -> float | None:
+    """Seconds that requests have to end in; None before all checks have passed."""
+    with suppress(OSError):
+        if told := server.recv(64, socket.MSG_DONTWAIT):
+            return float(told)
+    return None

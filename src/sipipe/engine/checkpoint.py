@@ -5,7 +5,9 @@ model's own.
 """
 
 import difflib
+import errno
 import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -26,13 +28,21 @@ FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral")
 def check_model(model: str) -> None:
     """Refuse a path to nothing, of which the hub would be asked, and a directory of something else.
     Raises ConfigError: one line that names it."""
-    _check(Path(model), CONFIGS, f'MODEL "{model}"', "config.json of a model")
     _check_path(model, "MODEL")
+    _check(Path(model), CONFIGS, f'MODEL "{model}"', "config.json of a model")
 
 
 def _check_path(model: str, option: str) -> None:
     path = Path(model)
-    if "/" in model and "://" not in model and not path.exists():
+    try:
+        found = path.exists()
+        if found and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (
+        OSError
+    ) as error:  # above it is what this user may not look into, or the name is too long
+        raise ConfigError(f'{option} "{model}" cannot be read: {error.strerror}') from None
+    if "/" in model and "://" not in model and not found:
         beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else ()
         near = difflib.get_close_matches(path.name, beside, n=1)
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:

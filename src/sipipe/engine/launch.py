@@ -64,7 +64,7 @@ def serve(
     setup = decide(vllm_config, node)
     announce(setup)
     if node:
-        return run_agent(setup)
+        return run_agent(setup, partial(started, args))
     if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
         check_port(args.host or "", args.port, "choose another --port")
     check_main_host(setup.config.hosts)

@@ -272,7 +272,7 @@ class Samplers:
         """To the cores of its place; a spare to those of all."""
         every = [self.cores[i] for i, name in enumerate(self.names) if child.name in (name, SPARE)]
         if all(every):
-            with suppress(ProcessLookupError):
+            with suppress(OSError):  # it has ended, or the container has other CPUs by now
                 os.sched_setaffinity(child.process.pid, {cpu for cpus in every for cpu in cpus})
 
     def _boot(self, index: int, **more: Any) -> SamplerBoot:

@@ -13,7 +13,6 @@ Guarantees
 
 import gc
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -48,7 +47,8 @@ def main() -> int:
 
         gc.freeze()
         gc.enable()
-        return serve(*arguments, started=lambda args: _started(supervisor, args))
+        agent = bool(arguments[2])  # its host's number
+        return serve(*arguments, started=lambda args: _started(supervisor, args, agent))
     except SiPipeError as error:
         tell(error)
         return error.status
@@ -60,27 +60,34 @@ def main() -> int:
             traceback.print_exc()
         elif killed := re.search(r"'(\w+)': -(\d+)", str(error)):
             tell(f"the engine ended while it started: {killed[1]} was killed by signal {killed[2]}")
+        elif re.search(r"'\w+': 2\b", str(error)):  # it found the configuration wrong, and said so
+            os._exit(2)
         os._exit(1)
 
 
-def _started(supervisor: socket.socket, args: Any) -> None:
+def _started(supervisor: socket.socket, args: Any, agent: bool) -> None:
     """All checks have passed: tell how long a shutdown may take."""
     # wait: none: a line; the supervisor, whose death ends this process
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
-    threading.Thread(target=_say_served, args=(args,), name="SiPipeStart", daemon=True).start()
+    if args.uds or agent:
+        return
+    # Looked up here: a process forked amid a look-up has its lock for ever.
+    here = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+    where = socket.getaddrinfo(here.get(args.host, args.host), args.port, type=socket.SOCK_STREAM)
+    threading.Thread(
+        target=_say_served, args=(args, where[0]), name="SiPipeStart", daemon=True
+    ).start()
 
 
-def _say_served(args: Any) -> None:
-    """What is served, once it is."""
-    # No name is looked up while the engine is forked from this process.
-    while not multiprocessing.active_children():
-        # wait: 0.1 s, again and again; the engine's process, or the end of this one
-        time.sleep(0.1)
+def _say_served(args: Any, where: Any) -> None:
+    """What is served, once it is; ``where``: as getaddrinfo says it."""
     host = "localhost" if args.host in (None, "", "0.0.0.0", "::") else args.host
-    while not args.uds:
+    while True:
         # wait: 0.1 s, again and again; the server's port, or the end of this process
         time.sleep(0.1)
-        with suppress(OSError), socket.create_connection((host, args.port), 1.0):
+        with suppress(OSError), socket.socket(where[0]) as probe:
+            probe.settimeout(1.0)
+            probe.connect(where[-1])
             place = f"[{host}]" if ":" in host else host
             url = f"http{'s' * bool(args.ssl_certfile)}://{place}:{args.port}/v1"
             name = (args.served_model_name or [args.model])[0]

@@ -246,7 +246,9 @@ class Setup:
         parallel.worker_cls = STOCK_WORKERS.get(parallel.worker_cls, parallel.worker_cls)
         if self.kv_bytes is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = self.kv_bytes
-        if self.config.devices is not None:
+        if current_platform.is_cpu():  # vLLM 0.33 would take a replica's for NUMA nodes
+            parallel.assigned_physical_gpu_ids = None
+        elif self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
         if self.reason:
@@ -270,7 +272,7 @@ class Setup:
         process. Called once all other processes run: they would inherit the binding. An engine inside
         the user's process is left alone."""
         cores = self.cores
-        if multiprocessing.parent_process() is None:
+        if not multiprocessing.current_process().name.startswith("EngineCore"):
             return
         run_soon()
         if cores.scheduler and not cores.shared:

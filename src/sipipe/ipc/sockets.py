@@ -21,7 +21,7 @@ def own_sockets() -> Iterator[None]:
         yield
         return
     remove_dead()
-    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_place()))
     with open(new / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # wait: none: nobody else knows the file
         # Named so that remove_dead() finds it only now that the lock is held.
@@ -56,9 +56,17 @@ def _reason() -> Path:
     return directory / "reason"
 
 
+def _place() -> str:
+    """Where they are: /tmp where the path of a socket, whose name has 36 characters, would be longer than
+    the 107 that it can be."""
+    place = tempfile.gettempdir()
+    behind = f"/.{PREFIX}12345678/{'-' * 36}"
+    return place if len(os.fsencode(place + behind)) <= 107 else "/tmp"
+
+
 def remove_dead() -> None:
     """Remove this user's directories whose process is gone."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for directory in Path(_place()).glob(f"{PREFIX}*"):
         # OSError: of another user, or gone, or its process lives (or has yet to make its lock).
         with suppress(OSError), ExitStack() as opened:
             ours = open_own(directory, os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,7 +1,6 @@
 """TCP below a ZeroMQ connection: addresses, listening sockets, and how a peer was lost."""
 
 import ctypes
-import os
 import socket
 import struct
 from contextlib import suppress
@@ -40,8 +39,7 @@ def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:
     except OSError as error:
         listener.close()
         where = f"port {port}{' of ' if address else ''}{address}"
-        why = os.strerror(error.errno or 0)
-        raise ConfigError(f"{where} cannot be listened on ({why}): {mend}") from None
+        raise ConfigError(f"{where} cannot be listened on ({error.strerror}): {mend}") from None
     return listener
 
 
