@@ -30,6 +30,7 @@ ALL = {
     "second_runner": ("tests/engine/test_second_runner.py",),
     "servers": ("tests/engine/test_server.py", "tests/engine/test_launch.py"),
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),
+    "replicas": ("tests/engine/test_replicas.py", "-m", ""),
     "commands": ("tests/cli/test_engine.py", "-m", ""),
 }
 

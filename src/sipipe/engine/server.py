@@ -73,6 +73,7 @@ def _started(supervisor: socket.socket, args: Any, agent: bool) -> None:
         return
     # Looked up here: a process forked amid a look-up has its lock for ever.
     here = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+    # wait: the resolver's own time, as when the port was checked; its answer
     where = socket.getaddrinfo(here.get(args.host, args.host), args.port, type=socket.SOCK_STREAM)
     threading.Thread(
         target=_say_served, args=(args, where[0]), name="SiPipeStart", daemon=True
