@@ -81,20 +81,6 @@ def test_a_ring_has_room_for_all_processes_of_a_large_machine(cores, nodes):
     assert 64 <= len(plan.samplers) <= READERS - 8
 
 
-def test_second_threads_are_places_of_their_own_where_cores_are_scarce():
-    plan = plan_cores(machine(2, threads=2), stages=2)
-    assert plan.workers == (((0,),), ((2,),))
-    assert plan.samplers == ((1,),)
-    assert plan.scheduler == (3,)
-
-
-def test_an_only_worker_of_two_cores_has_a_thread_of_each_and_the_others_any():
-    plan = plan_cores(machine(2, threads=2), stages=1)
-    assert plan.workers == (((0, 1),),)
-    assert plan.samplers == ((0, 1, 2, 3),)
-    assert plan.shared
-
-
 def test_on_gpus_the_samplers_get_most_cores():
     plan = plan_cores(machine(32), stages=2, device="cuda")
     assert [len(stage[0]) for stage in plan.workers] == [2, 2]
@@ -228,7 +214,8 @@ def test_a_placement_that_does_not_fit_is_refused(placement, words):
         ([(0,), (1,)], 1, "0-1"),
         ([(0,), (1,)], 3, "0|1|0"),
         ([(0, 4), (1, 5)], 2, "0|1"),
-        ([(0, 4), (1, 5)], 4, "0|4|1|5"),
+        ([(0, 4), (1, 5)], 4, "0|1|4|5"),
+        ([(0, 4), (1, 5)], 6, "0|1|4|5|0|1"),
         ([(cpu, cpu + 8) for cpu in range(8)], 4, "0-1|2-3|4-5|6-7"),
     ],
 )

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -144,16 +145,15 @@ def plan_cores(
         count = 1 if samplers == "auto" else samplers
         return _placed(cpus_of(cores), placement, stages, tensor_parallel, count)
     # A core's second thread is a place of its own only where cores are scarce.
-    units = list(cores)
-    if len(units) < workers + 2:
-        units = [Core((cpu,), core.node) for core in cores for cpu in core.cpus]
-    spare = len(units) - workers
+    scarce = len(cores) < workers + 2
+    places = _threads(cores) if scarce else cores
+    spare = len(places) - workers
     if placement == "off":
         count = max(1, min(most, spare - 1)) if samplers == "auto" else samplers
         return _placed((), CorePlacement(), stages, tensor_parallel, count)
     only = device == "cpu" and workers == 1 and len(cores) <= 2
     if spare <= 0 or only:  # workers in turn over the cores, samplers and scheduler on any
-        turns = [units[index % len(units)].cpus for index in range(workers)]
+        turns = [places[index % len(places)].cpus for index in range(workers)]
         if only:
             turns = [tuple(core.cpus[0] for core in cores)]
         return CorePlan(
@@ -163,6 +163,9 @@ def plan_cores(
             shared=True,
         )
 
+    # Workers compute all the time: where cores suffice, no two share one.
+    units = places if len(cores) < workers else cores
+    apart = math.inf  # on GPUs the samplers get all that is left
     if device == "cpu":
         wanted = max(1, len(units) // SAMPLER_SHARE) if samplers == "auto" else samplers
         apart = wanted + 1 if len(units) >= SAMPLER_SHARE else 1
@@ -172,9 +175,16 @@ def plan_cores(
     # One thread per physical core for the workers: matrix products gain nothing from the second.
     bound = []
     for worker in range(workers):
-        share = _of_one_node(units, each, nodes[worker] if worker < len(nodes) else None)
+        near = nodes[worker] if worker < len(nodes) else None
+        share = _of_one_node(units, 1 if scarce else each, near)
         units = [unit for unit in units if unit not in share]
-        bound.append(tuple(unit.cpus[0] for unit in share))
+        bound.append(share[0].cpus[:each] if scarce else tuple(unit.cpus[0] for unit in share))
+    if scarce:
+        # The cores left over. Where these are too few, second threads too, and then beside every
+        # worker, since the slowest stage sets the pace.
+        taken = {cpu for cpus in bound for cpu in cpus}
+        left = _threads(units if len(units) >= apart else cores)
+        units = [place for place in left if place.cpus[0] not in taken]
     # The last core that is left is the scheduler's; it shares an only one with the samplers.
     rest = units[:-1] or units
     count = min(len(rest), most) if samplers == "auto" else samplers
@@ -196,7 +206,7 @@ def equal_shares(cores: Sequence[Core], workers: int) -> str:
     shares, a CPU of each. Where workers are more, each gets a hardware thread, or one in turn."""
     places = [core.cpus[0] for core in cores]
     if len(places) < workers:
-        places = [cpu for core in cores for cpu in core.cpus]
+        places = [cpu for core in _threads(cores) for cpu in core.cpus]
     each = len(places) // workers
     return "|".join(
         format_cpus(places[i * each : (i + 1) * each] or [places[i % len(places)]])
@@ -325,6 +335,12 @@ def format_cpus(cpus: Iterable[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _threads(cores: Iterable[Core]) -> Sequence[Core]:
+    """Each hardware thread as a place of its own: the first ones of all cores, then the second."""
+    turns = [(turn, cpu, core.node) for core in cores for turn, cpu in enumerate(core.cpus)]
+    return [Core((cpu,), node) for _, cpu, node in sorted(turns, key=itemgetter(0))]
 
 
 def _of_one_node(cores: Sequence[Core], count: int, near: int | None = None) -> Sequence[Core]:
