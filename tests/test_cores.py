@@ -17,6 +17,7 @@ from sipipe.cores import (
     Core,
     claim,
     claimed,
+    control_groups,
     cpus_of,
     equal_shares,
     format_cpus,
@@ -283,6 +284,20 @@ def test_the_limit_of_a_container_is_read(tmp_path, line, files, expected):
         (tmp_path / "groups" / name).write_text(text + "\n")
     assert quota(tmp_path / "groups", tmp_path / "own") == expected
     assert quota(tmp_path, tmp_path / "none") == math.inf
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups"),
+    [
+        ("0::/pod/box", ["pod/box", "pod", ""]),
+        ("0::/", [""]),
+        ("3:cpu,cpuacct:/box\n2:memory:/pod\n1:name=systemd:/pod", ["memory/pod", "memory"]),
+    ],
+)
+def test_the_groups_that_may_limit_memory(tmp_path, lines, groups):
+    (tmp_path / "own").write_text(f"{lines}\n")
+    found = control_groups("memory", tmp_path, tmp_path / "own")
+    assert list(found) == [tmp_path / group for group in groups]
 
 
 @pytest.mark.parametrize(("limit", "count"), [(2.9, 2), (0.5, 1), (64.0, 7)])

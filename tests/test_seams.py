@@ -164,6 +164,9 @@ METHODS = {
     "vllm.v1.worker.gpu_worker:AsyncIntermediateTensors.wait_for_comm": "self",
     "vllm.utils.torch_utils:async_tensor_h2d": "data device dtype out",
     "vllm.utils.numa_utils:get_auto_numa_nodes": "",
+    "vllm.utils.cpu_resource_utils:get_memory_node_info": "node_id",
+    "vllm.utils.cpu_resource_utils:get_cgroup_memory_limit": "",
+    "vllm.utils.cpu_resource_utils:get_cgroup_memory_usage": "",
     "vllm.v1.executor.multiproc_executor:set_multiprocessing_worker_envs": "local_world_size",
     "vllm.platforms.interface:Platform.visible_device_id_to_physical_device_id": "device_id",
     "vllm.forward_context:set_forward_context": (

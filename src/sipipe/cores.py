@@ -214,25 +214,34 @@ def equal_shares(cores: Sequence[Core], workers: int) -> str:
     )
 
 
-def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """How many CPUs' time this process's control group may take; infinite without a limit. The
-    least of its own limit and of the groups that it is in; of version 2 or 1."""
-    least = math.inf
+def control_groups(
+    kind: str, groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[Path]:
+    """This process's control group and those that it is in, where they limit ``kind``; of version 2
+    or 1. Some may have no directory here."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and kind not in controllers.split(","):
             continue
         root = groups / controllers
         for group in (root / path.strip("/"), *(root / path.strip("/")).parents):
-            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-                try:
-                    time, period = " ".join((group / name).read_text() for name in names).split()
-                except OSError:
-                    continue
-                if time not in ("max", "-1"):
-                    least = min(least, int(time) / int(period))
+            yield group
             if group == root:
                 break
+
+
+def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """How many CPUs' time this process's control group may take; infinite without a limit. The
+    least of its own limit and of the groups that it is in."""
+    least = math.inf
+    for group in control_groups("cpu", groups, own):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                time, period = " ".join((group / name).read_text() for name in names).split()
+            except OSError:
+                continue
+            if time not in ("max", "-1"):
+                least = min(least, int(time) / int(period))
     return least
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -107,15 +108,31 @@ except PeerDiedError:
     assert done.stdout == "noticed\n", done.stderr
 
 
-def test_a_containers_limit_counts_without_the_files_that_it_has_cached(monkeypatch):
+V2 = ("memory.max", "memory.current", "")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+@pytest.mark.parametrize(("most", "taken", "total"), [V2, V1])
+def test_a_containers_limit_counts_without_the_files_that_it_has_cached(
+    monkeypatch, most, taken, total
+):
     found = {
         ("/proc/meminfo", "MemAvailable:"): 64 << 20,  # KiB: 64 GiB
-        ("/sys/fs/cgroup/memory.max", ""): 16 << 30,
-        ("/sys/fs/cgroup/memory.current", ""): 15 << 30,
-        ("/sys/fs/cgroup/memory.stat", "inactive_file "): 9 << 30,
-        ("/sys/fs/cgroup/memory.stat", "active_file "): 2 << 30,
+        (f"/group/{most}", ""): 16 << 30,
+        (f"/group/{taken}", ""): 15 << 30,
+        ("/group/memory.stat", f"{total}inactive_file "): 9 << 30,
+        ("/group/memory.stat", f"{total}active_file "): 2 << 30,
     }
     monkeypatch.setattr(memory, "_read_number", lambda path, key="": found.get((path, key), 0))
+    groups = Path("/group/box"), Path("/group")
+    monkeypatch.setattr(memory, "control_groups", lambda _: groups)
     assert memory.free_bytes() == (16 - 4) << 30
-    del found["/sys/fs/cgroup/memory.max", ""]
+    assert (memory.group_limit(), memory.group_used()) == (16 << 30, 4 << 30)
+    # A group of less, which has more room: both limits hold.
+    found |= {(f"/group/box/{most}", ""): 14 << 30, (f"/group/box/{taken}", ""): 1 << 30}
+    assert memory.free_bytes() == (16 - 4) << 30
+    assert (memory.group_limit(), memory.group_used()) == (14 << 30, 2 << 30)
+    del found[f"/group/box/{most}", ""]
+    found[f"/group/{most}", ""] = (1 << 63) - 4096  # as version 1 says that there is none
     assert memory.free_bytes() == 64 << 30
+    assert memory.group_limit() is memory.group_used() is None

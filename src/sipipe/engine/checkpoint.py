@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import safetensors
+from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 from vllm.tokenizers import TokenizerRegistry
 
@@ -21,6 +22,8 @@ from sipipe.errors import ConfigError
 CONFIGS = ("config.json", "params.json", "*.gguf", "adapter_config.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken*", "merges*", "*.gguf")
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""What training leaves behind."""
 FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral")
 """Load formats that read files of the model's directory."""
 
@@ -87,19 +90,39 @@ def _check(folder: Path, patterns: Iterable[str], name: str, what: str) -> None:
 
 
 def _check_shards(folder: Path, load_format: str) -> None:
-    """As vLLM picks them: Mistral's own files first, and those that an index names."""
-    name, shards = "consolidated", set(folder.glob("consolidated*.safetensors"))
-    if load_format not in ("auto", "mistral") or not shards:
-        name, shards = "model", set(folder.glob("*.safetensors"))
-    if not shards or load_format in ("pt", "npcache"):
-        return
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index
-        index = json.loads((folder / f"{name}.safetensors.index.json").read_bytes())
-        shards = {folder / shard for shard in index["weight_map"].values()}
-    for shard in sorted(shards):
+    files = weight_files(folder, load_format)
+    for shard in sorted(file for file in files if file.suffix == ".safetensors"):
         try:
             safetensors.safe_open(shard, "np")  # which reads what is where in it
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(
                 f'MODEL: "{shard}" is not there or not whole: download it again ({error})'
             ) from None
+
+
+def weight_files(folder: Path, load_format: str) -> set[Path]:
+    """As vLLM picks them: Mistral's own files first, and those that an index names."""
+    name, shards = "consolidated", set(folder.glob("consolidated*.safetensors"))
+    if load_format not in ("auto", "mistral") or not shards:
+        name, shards = "model", set(folder.glob("*.safetensors"))
+    if not shards or load_format in ("pt", "npcache"):
+        others = () if load_format == "pt" else folder.glob("*.bin")
+        found = set(others) or set(folder.glob("*.pt"))
+        return {file for file in found if not file.name.endswith(NO_WEIGHTS)}
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index
+        index = json.loads((folder / f"{name}.safetensors.index.json").read_bytes())
+        shards = {folder / shard for shard in index["weight_map"].values()}
+    return shards
+
+
+def weight_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of the model's files of weights: in a directory, or what the hub's cache has of them. 0
+    where they are not on this machine yet."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    folder = Path(model.model)
+    with suppress(OSError, ValueError):  # nothing of it is there, or it is no hub's name
+        if not folder.exists():
+            places = {"revision": model.revision, "cache_dir": load.download_dir}
+            folder = Path(snapshot_download(model.model, **places, local_files_only=True))
+    files = weight_files(folder, str(load.load_format))
+    return sum(file.stat().st_size for file in files if file.exists())

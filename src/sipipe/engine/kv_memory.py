@@ -16,8 +16,10 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
 from sipipe.cores import CorePlan
+from sipipe.engine.checkpoint import weight_bytes
 from sipipe.engine.layers.choose import model_facts
 from sipipe.errors import ConfigError, ResourceError
+from sipipe.ipc.memory import group_limit, group_used
 
 KV_CACHE_SHARE = 0.4
 """Part of a node's memory, less the weights, that its KV caches get together: the rest is for the
@@ -35,8 +37,11 @@ def share_kv_memory(
     cache, nodes, facts = vllm_config.cache_config, worker_nodes(*plans), model_facts(vllm_config)
     asked, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
     ours, stages = None, sum(len(plan.workers) for plan in plans)
+    # vLLM's count files that a container has read, which the kernel gives back, as used.
+    cpu_resource_utils.get_cgroup_memory_limit = group_limit
+    cpu_resource_utils.get_cgroup_memory_usage = group_used
     if asked is None and share == EngineArgs.gpu_memory_utilization:
-        weights = int(facts.parameters * facts.weight_bytes) if facts is not None else 0
+        weights = int(facts.parameters * facts.weight_bytes) if facts else weight_bytes(vllm_config)
         ours = kv_cache_bytes(nodes, weights * stages // len(layers))
     else:
         for node in set(nodes):

@@ -17,11 +17,18 @@ from pathlib import Path
 
 import msgspec
 
+from sipipe.cores import control_groups
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import PeerDiedError
 
 PAGE = mmap.PAGESIZE
 _IDENTITY_BYTES = 16
+_GROUP_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Of a control group of version 2 and 1: its limit, what is taken, and how ``memory.stat`` names what
+the groups within it take too."""
 
 
 def round_up(size: int, unit: int) -> int:
@@ -109,13 +116,32 @@ def check_room(size: int, what: str) -> None:
 def free_bytes() -> int:
     """Bytes of memory that there is room for, the container's limit (its cgroup's) included."""
     room = _read_number("/proc/meminfo", "MemAvailable:") * 1024
-    limit = _read_number("/sys/fs/cgroup/memory.max")
-    used = _read_number("/sys/fs/cgroup/memory.current")
-    if limit and used:
-        for cached in ("inactive_file ", "active_file "):  # given back when it is needed
-            used -= _read_number("/sys/fs/cgroup/memory.stat", cached)
-        room = min(room, max(0, limit - used)) if room else max(0, limit - used)
-    return room or 1 << 62
+    return min([room or 1 << 62, *(room for _, room in _limits())])
+
+
+def group_limit() -> int | None:
+    """The least limit of the control groups that this process is in, in bytes; None: there is none."""
+    return min((limit for limit, _ in _limits()), default=None)
+
+
+def group_used() -> int | None:
+    """What of :func:`group_limit` is taken, in bytes, also by other limits; None: there is none."""
+    found = _limits()
+    return min(limit for limit, _ in found) - min(room for _, room in found) if found else None
+
+
+def _limits() -> list[tuple[int, int]]:
+    """The limit and the room, in bytes, of each control group that has a limit."""
+    found = []
+    for group in control_groups("memory"):
+        for most, taken, total in _GROUP_FILES:
+            limit = _read_number(f"{group}/{most}")
+            if 0 < limit < 1 << 62:  # version 1 writes no limit as a number
+                room = limit - _read_number(f"{group}/{taken}")
+                for cached in ("inactive_file ", "active_file "):  # given back when it is needed
+                    room += _read_number(f"{group}/memory.stat", total + cached)
+                found.append((limit, min(limit, max(0, room))))
+    return found
 
 
 def _read_number(path: str, key: str = "") -> int:

@@ -23,8 +23,10 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils
 from vllm.v1.worker import gpu_worker
 
+from sipipe.ipc.memory import group_limit, group_used
 from sipipe.messages.places import StagePlace
 from sipipe.worker.world import stage_world
 
@@ -126,6 +128,9 @@ if current_platform.is_cpu():
         vllm_module = cpu_worker
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # As the engine counts (:mod:`sipipe.engine.kv_memory`), or vLLM refuses its size.
+            cpu_resource_utils.get_cgroup_memory_limit = group_limit
+            cpu_resource_utils.get_cgroup_memory_usage = group_used
             # vLLM 0.33 asks for Triton here, of which the second runner needs the kernels alone.
             with patch.object(gpu_worker, "HAS_TRITON", True, create=True):
                 super().__init__(*args, **kwargs)
