@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sipipe.config import CorePlacement
+from sipipe.control_groups import control_groups
 from sipipe.cores import (
     Core,
     claim,
     claimed,
-    control_groups,
     cpus_of,
     equal_shares,
     format_cpus,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from sipipe.config import CorePlacement
+from sipipe.control_groups import control_groups
 from sipipe.errors import ConfigError
 
 SAMPLERS_PER_NODE, MOST_SAMPLERS = 16, 128
@@ -212,22 +213,6 @@ def equal_shares(cores: Sequence[Core], workers: int) -> str:
         format_cpus(places[i * each : (i + 1) * each] or [places[i % len(places)]])
         for i in range(workers)
     )
-
-
-def control_groups(
-    kind: str, groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> Iterator[Path]:
-    """This process's control group and those that it is in, where they limit ``kind``; of version 2
-    or 1. Some may have no directory here."""
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and kind not in controllers.split(","):
-            continue
-        root = groups / controllers
-        for group in (root / path.strip("/"), *(root / path.strip("/")).parents):
-            yield group
-            if group == root:
-                break
 
 
 def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:

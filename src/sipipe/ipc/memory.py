@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sipipe.cores import control_groups
+from sipipe.control_groups import control_groups
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import PeerDiedError
 
