@@ -32,8 +32,9 @@ def utilization() -> Iterator[list[Look]]:
     def look() -> None:
         while not done.wait(EVERY):  # wait: EVERY; the block's end
             seen = {"cpu": psutil.cpu_percent()}
-            if gpus := output("nvidia-smi", "--query-gpu=utilization.gpu", _CSV):
-                numbers = [float(line) for line in gpus.split()]
+            gpus = output("nvidia-smi", "--query-gpu=utilization.gpu", _CSV) or ""
+            # Under MIG, "[N/A]".
+            if numbers := [float(word) for word in gpus.split() if word.isdecimal()]:
                 seen["gpu"] = sum(numbers) / len(numbers)
             found.append((time.monotonic(), seen))
 

@@ -6,10 +6,11 @@
 As in vLLM's example of such a proxy, a request is asked of a prefill engine first, for one token:
 that engine's KV connector keeps the prompt's cache. Then it goes, with the ``kv_transfer_params`` of
 that answer, if any, to a decode engine, whose connector gets it; such parameters are one prompt's.
-Engines are taken in turn, and one that cannot be reached is passed over. Where none can, the client
-gets 502 and their addresses; one that says nothing for --timeout seconds is a 504; a stream that
-breaks off says so as its last event. What an engine refuses is answered in its own words. /health is 200 while one of each kind is
-healthy. It authenticates nobody, and hands on the Authorization header.
+Engines are taken in turn, and one that cannot be reached, or answers 503, is passed over. Where none
+can, the client gets 502 and their addresses; one that says nothing for --timeout seconds is a 504; a
+stream that breaks off says so as its last event. What an engine refuses is answered in its own words.
+/health is 200 while one of each kind is healthy. It authenticates nobody, and hands on the
+Authorization header.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Engines:
             HTTPBadGateway: none does.
             HTTPGatewayTimeout: it has the request, and answers nothing for too long.
         """
-        seen = []
-        for address in self.in_turn():
+        seen, turn = [], self.in_turn()
+        for address in turn:
             try:
                 answer = await session.request(method, address + path, **more)
             except SocketTimeoutError:  # it may still compute: another one would do so again
@@ -73,6 +74,9 @@ class Engines:
                 seen.append(f"{address} ({str(error) or type(error).__name__})")
                 continue
             async with answer:
+                if answer.status == 503 and address != turn[-1]:  # it ends, or has too much to do
+                    seen.append(f"{address} (503)")
+                    continue
                 yield answer
             return
         raise web.HTTPBadGateway(
@@ -132,7 +136,9 @@ class Router:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json()
-        except (ValueError, LookupError):  # LookupError: a charset that is none
+        # LookupError: a charset that is none. RecursionError: too deep. RequestPayloadError: it is
+        # not encoded as it says.
+        except (ValueError, LookupError, RecursionError, web.RequestPayloadError):
             body = None
         if not isinstance(body, dict):
             raise web.HTTPBadRequest(text="the body is no JSON object")
@@ -172,7 +178,8 @@ class Router:
                 ended = not piece
             except UNREACHABLE as error:
                 message = f"{answer.url.origin()} ended amid its stream ({type(error).__name__})"
-                piece, ended = f"data: {failure(message)}\n\n".encode(), True
+                # After a blank line: the last event may be half sent.
+                piece, ended = f"\n\ndata: {failure(message)}\n\n".encode(), True
             await stream.write(piece)
         await stream.write_eof()
         return stream

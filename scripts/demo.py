@@ -40,6 +40,7 @@ on a CPU; a GPU does not gain it. All set-ups, one stage too: sipipe bench MODEL
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends, as at Ctrl-C
     step("the model")
     model = checkpoint()
     step(f"{model.name} in 2 stages through SiPipe, on CPU; the first start takes minutes")

@@ -1,10 +1,13 @@
 """The files in deploy/ are valid and agree with one another; no container is built here."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,13 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 TOOLS = Path(sys.executable).parent
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
+SECRETS = {
+    "kubernetes.yaml": 1,
+    "leaderworkerset.yaml": 1,
+    "prefill-kubernetes.yaml": 2,
+    "kuberay.yaml": 1,
+}
+"""How many times each has the tokens."""
 
 
 def run(tool, *arguments):
@@ -183,15 +193,73 @@ def test_alerts_ask_for_what_is_exported():
 
 
 def test_secrets_are_never_in_the_files():
-    """Tokens come from a secret, and are optional but for the hosts' own."""
+    """Tokens come from a secret or who runs it, and are optional but for the hosts' own."""
     yaml = pytest.importorskip("yaml")
-    for name in ("kubernetes.yaml", "leaderworkerset.yaml"):
+    for name, servers in SECRETS.items():
         text = (DEPLOY / name).read_text()
+        assert text.count("name: HF_TOKEN") == servers, name
         kept = re.findall(r"name: (\w+)\n\s+valueFrom:\n\s+secretKeyRef: (.*)", text)
         found = {variable: yaml.safe_load(reference) for variable, reference in kept}
         assert found["HF_TOKEN"] == {"name": "sipipe", "key": "hf-token", "optional": True}
         assert found["VLLM_API_KEY"] == {"name": "sipipe", "key": "api-key", "optional": True}
         assert not re.search(r"name: \w*(TOKEN|KEY|SECRET)\n\s+value:", text)
+    for name in ("compose.yaml", "prefill-compose.yaml"):
+        for service in yaml.safe_load((DEPLOY / name).read_text())["services"].values():
+            if "build" in service:
+                assert service["environment"] == ["HF_TOKEN", "VLLM_API_KEY"], name
+
+
+def seconds(service):
+    """Those that a compose file's service or a Kubernetes container gives to requests."""
+    command = " ".join(
+        word for key in ("entrypoint", "command", "args") for word in service.get(key, [])
+    )
+    found = re.search(r"--shutdown-timeout(?:=| )(\d+)", command)
+    # The router: as long as aiohttp's server waits.
+    return int(found[1]) if found else 60 * ("router" in command)
+
+
+def test_requests_in_flight_may_finish_and_no_new_ones_come_meanwhile():
+    yaml = pytest.importorskip("yaml")
+    for name in ("compose.yaml", "prefill-compose.yaml"):
+        for service in yaml.safe_load((DEPLOY / name).read_text())["services"].values():
+            if service["image"].startswith("sipipe"):
+                assert int(service["stop_grace_period"][:-1]) > seconds(service) + 8, name
+    pods = []
+    for name in ("kubernetes.yaml", "prefill-kubernetes.yaml", "leaderworkerset.yaml"):
+        for one in yaml.safe_load_all((DEPLOY / name).read_text()):
+            if group := one["spec"].get("leaderWorkerTemplate"):
+                pods += [group["leaderTemplate"], group["workerTemplate"]]
+            pods += [one["spec"]["template"]] if "template" in one["spec"] else []
+    assert len(pods) == 6
+    for pod in (each["spec"] for each in pods):
+        (container,) = pod["containers"]
+        program, sleep = container["lifecycle"]["preStop"]["exec"]["command"]
+        grace = pod.get("terminationGracePeriodSeconds", 30)
+        assert program == "sleep"
+        assert grace > int(sleep) + seconds(container) + 8
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_images_have_the_manifests_user_and_ask_no_proxy_for_their_health(file):
+    text = file.read_text()
+    user = re.search(r"runAsUser: (\d+)", (DEPLOY / "kubernetes.yaml").read_text())[1]
+    assert f"useradd --create-home --uid {user} " in text
+    assert re.findall(r"^USER (.+)", text, re.MULTILINE) == [user]
+    _, code, check = json.loads(re.search(r"HEALTHCHECK .*\\\n +CMD (.+)", text)[1])
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port, proxy = server.server_port, {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+        asked = check.replace(":8000/", f":{port}/")
+        done = subprocess.run([sys.executable, code, asked], env=os.environ | proxy, check=False)
+        server.shutdown()
+    assert done.returncode == 0
 
 
 def test_they_agree():
@@ -202,11 +270,3 @@ def test_they_agree():
     ]
     first, last = (f"0.{SUPPORTED_VLLM[i].split('.')[1]}" for i in (0, -1))
     assert extras["cuda"] == [f"vllm>={first},<0.{int(last[2:]) + 1}"]
-    compose = (DEPLOY / "compose.yaml").read_text()
-    kubernetes = (DEPLOY / "kubernetes.yaml").read_text()
-    for text, grace in (
-        (compose, r"stop_grace_period: (\d+)s"),
-        (kubernetes, r"terminationGracePeriodSeconds: (\d+)"),
-    ):
-        drain = re.search(r'"--shutdown-timeout", "(\d+)"', text)
-        assert int(re.search(grace, text)[1]) > int(drain[1])

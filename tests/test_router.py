@@ -37,6 +37,8 @@ class StandIn:
             return aiohttp.web.json_response({})
         body = await request.json()
         self.asked.append((body, dict(request.headers)))
+        if body.get("act") == "end" and self.name.endswith(("a", body["who"])):
+            return aiohttp.web.Response(status=503, text=self.name)
         if body.get("act") == "refuse" and self.name.startswith("prefill"):
             return aiohttp.web.json_response({"error": "too long"}, status=400)
         if body.get("act") == "sleep" and self.name.startswith("decode"):
@@ -48,6 +50,7 @@ class StandIn:
         await stream.prepare(request)
         await stream.write(f"data: {self.name}\n\n".encode())
         if body.get("act") == "die":
+            await stream.write(b'data: {"half')
             request.transport.abort()
         if body.get("act") == "stay":
             try:
@@ -156,13 +159,23 @@ def test_who_is_not_there_is_passed_over_and_named_where_nobody_is():
     run(nobody, [None, None], ["decode a"])
 
 
+def test_who_ends_is_passed_over_and_gives_its_word_where_all_do():
+    async def test(running):
+        for _ in range(2):
+            assert await running.ask(act="end", who="a") == (200, '{"from": "decode b"}')
+        assert (await running.ask(act="end", who="b"))[0] == 503
+        assert len(running.engines["decode b"].asked) == 2
+
+    run(test, ["prefill a", "prefill b"], ["decode a", "decode b"])
+
+
 def test_refusals_broken_streams_and_clients_that_go_away():
     async def test(running):
         assert await running.ask(act="refuse") == (400, '{"error": "too long"}')
         assert not running.engines["decode a"].asked
         status, text = await running.ask(act="die", stream=True)
-        first, last = text.strip().split("\n\n")
-        assert (status, first) == (200, "data: decode a")
+        first, half, last = text.strip().split("\n\n")
+        assert (status, first, half) == (200, "data: decode a", 'data: {"half')
         assert (
             "ended amid its stream" in json.loads(last.removeprefix("data: "))["error"]["message"]
         )
@@ -178,8 +191,12 @@ def test_what_clients_say_of_caches_is_not_believed_and_a_body_that_is_no_object
     async def test(running):
         await running.ask(kv_transfer_params={"remote_host": "10.0.0.1"})
         assert "kv_transfer_params" not in running.engines["decode a"].asked[0][0]
-        for body in (b"null", b"5", b'[["prompt", "a"]]', b"{"):
-            async with running.session.post("/v1/completions", data=body) as answer:
+        bodies = [
+            (body, {}) for body in (b"null", b"5", b'[["prompt", "a"]]', b"{", b"[" * 200_000)
+        ]
+        for body, headers in (*bodies, (b"{}", {"Content-Encoding": "gzip"})):
+            post = running.session.post("/v1/completions", data=body, headers=headers)
+            async with post as answer:
                 assert (answer.status, await answer.text()) == (400, "the body is no JSON object")
         async with running.session.get("/v1/models", headers={"Authorization": "Bearer x"}):
             assert running.engines["decode a"].models[0]["Authorization"] == "Bearer x"

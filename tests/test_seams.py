@@ -268,6 +268,12 @@ ATTRIBUTES = {
         "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
     ),
     "vllm.entrypoints.common.cli_args:FrontendArgs": "middleware",
+    # A server that ends: what of it the middleware asks.
+    "vllm.v1.engine.async_llm:AsyncLLM": "engine_core errored",
+    "vllm.v1.engine.core_client:MPClient": "resources",
+    "vllm.v1.engine.core_client:BackgroundResources": "engine_manager",
+    "vllm.v1.engine.utils:CoreEngineProcManager": "manager_stopped",
+    "vllm.v1.engine.utils:CoreEngineActorManager": "manager_stopped",
     "vllm.config.aux_output:AuxOutputConfig": "enabled",
     "vllm.config:SpeculativeConfig": (
         "method num_speculative_tokens prompt_lookup_max prompt_lookup_min "

@@ -1,6 +1,8 @@
-"""What ``/health`` says while the engine lives and a stage of it does not answer."""
+"""What ``/health`` says while the engine lives and a stage of it does not answer, or it ends."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -26,14 +28,29 @@ def page(monkeypatch):
     made.close()
 
 
-def ask(app, path="/health", kind="http"):
+def server(stopped=None, *, errored=False):
+    """vLLM's application, as a middleware sees it. ``stopped``: set once the engine shall end; None:
+    it is not this API server's."""
+    manager = stopped and SimpleNamespace(manager_stopped=stopped)
+    core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+    client = SimpleNamespace(errored=errored, engine_core=core)
+    return SimpleNamespace(state=SimpleNamespace(engine_client=client))
+
+
+def ask(app, path="/health", kind="http", *, method="GET", at=None):
     """The status; "app" where vLLM's own answers."""
-    said = []
+    said, body = [], [{"more_body": True}, {"more_body": False}]
+
+    async def receive():
+        return body.pop(0)
 
     async def send(message):
         said.append(message.get("status"))
 
-    asyncio.run(app({"type": kind, "path": path, "method": "GET"}, None, send))
+    scope = {"type": kind, "path": path, "method": method, "app": at or server()}
+    asyncio.run(app(scope, receive, send))
+    # What is refused is read to its end: its connection is closed.
+    assert method == "GET" or said[0] == "app" or not body
     return said[0]
 
 
@@ -50,6 +67,20 @@ def test_a_stall_is_unhealthy_until_it_is_over(page):
     assert ask(app, kind="websocket") == "app"
     live.set(Word.STALLED, 0)
     assert ask(app) == "app"
+
+
+def test_what_is_new_is_refused_while_the_server_ends_and_its_engine_lives(page):
+    app, stopped = Health(vllms), threading.Event()
+    completions = {"path": "/v1/completions", "method": "POST"}
+    for asked in ({}, completions):
+        assert ask(app, **asked, at=server(stopped)) == "app"
+    stopped.set()
+    for asked in ({}, completions):
+        assert ask(app, **asked, at=server(stopped)) == 503
+        assert ask(app, **asked, at=server(stopped, errored=True)) == "app"
+        assert ask(app, **asked) == "app"
+    assert ask(app, "/metrics", at=server(stopped)) == "app"
+    assert ask(app, "/v1/realtime", "websocket", at=server(stopped)) == "app"
 
 
 def test_without_an_engine_it_is_vllms_word(monkeypatch, page):

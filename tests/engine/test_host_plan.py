@@ -1,5 +1,6 @@
 """Which host has what, where it listens, and what two hosts say that differ."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,9 +23,11 @@ from sipipe.engine.hosts import (
     stages_of_hosts,
 )
 from sipipe.engine.opening import make_links
+from sipipe.engine.telemetry import Figures
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError
+from sipipe.observe.live import LivePage, PageHeader
 
 SECRET = "a secret of the tests"
 BOUND = 60.0  # seconds; of a machine at its worst
@@ -209,3 +212,19 @@ def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_main_host_
         main.close("host 2 did not come")
         with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
             host.result(BOUND)
+
+
+def test_what_is_forwarded_last_needs_no_figures():
+    """A sampler's end, read when the page of figures has been closed."""
+    figures, ended = object.__new__(Figures), object.__new__(agent.Agent)
+    figures._page, figures._here = LivePage.create(PageHeader(stages=2, samplers=1)), []
+    figures._here.append(("sampler", 0, 0))
+    ended._figures, sent = figures, []
+    ended._send = sent.append
+    for open_, count in ((True, 1), (False, 1)):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        ended._send_tokens(0, ours)
+        assert len(sent) == count, open_
+        assert ours.fileno() == -1
+        figures.close()

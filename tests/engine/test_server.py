@@ -167,7 +167,13 @@ def test_a_stall_is_seen_and_harms_nobody_and_a_server_drains(models, tmp_path):
         )  # fmt: skip
         with urllib.request.urlopen(request, timeout=60) as answer:
             pieces = [answer.readline()]
+            stopped.suspend()  # so the stream goes on when we have looked
             process.send_signal(signal.SIGTERM)
+            wait_until(lambda: health(address) == 503)
+            with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                complete(address, [5], ASKED)
+            refused.value.close()
+            stopped.resume()
             pieces += answer.read().splitlines()
         drained = time.monotonic()
         pieces = [piece[6:].strip() for piece in pieces if piece.startswith(b"data: ")]

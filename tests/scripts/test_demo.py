@@ -1,7 +1,12 @@
-"""scripts/demo.py: without the trained model it says so in a line and takes a random one."""
+"""scripts/demo.py: without the trained model it says so in a line and takes a random one; whatever
+ends it, its server ends too."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+
+import psutil
 
 from sipipe.errors import ResourceError
 
@@ -27,3 +32,30 @@ def test_without_the_trained_model_a_random_one_is_made(tmp_path, monkeypatch, c
     )
     (tmp_path / "SmolLM2-135M-Instruct").mkdir()
     assert demo.checkpoint() == tmp_path / "SmolLM2-135M-Instruct"
+
+
+RUN = """
+import runpy, sys, time
+from pathlib import Path
+main = runpy.run_path(sys.argv[1])["main"]
+main.__globals__.update({
+    "checkpoint": lambda: Path("none"),
+    "SIPIPE": [sys.executable, "-c", "import time; time.sleep(600)"],
+    "wait_until_ready": lambda *_: (print("waits", flush=True), time.sleep(600)),
+})
+sys.exit(main())
+"""
+"""The demo, with a server that is none."""
+
+
+def test_its_server_does_not_outlive_it(tmp_path):
+    (tmp_path / "build").mkdir()
+    command = [sys.executable, "-c", RUN, SCRIPT]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as demo:
+        for line in demo.stdout:
+            if line == "waits\n":
+                break
+        (server,) = psutil.Process(demo.pid).children()
+        demo.terminate()
+        assert demo.wait(60) == 143
+        assert not server.is_running()

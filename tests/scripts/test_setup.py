@@ -137,6 +137,21 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     assert len(recorded) == 6
 
 
+def test_what_was_interrupted_is_done_again_also_for_the_old_lock(setup, recorded, monkeypatch):
+    setup.main()
+    before = Path(setup.LOCK).read_text()
+    Path(setup.LOCK).write_text("numpy==3\nvllm-cpu==0.33.0\n")
+    monkeypatch.setattr(setup, "version_of", lambda _: (3, 11))  # .venv itself is kept
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "pip", lambda *_, **__: setup.fail("interrupted"))
+        with pytest.raises(SystemExit):
+            setup.main()
+    Path(setup.LOCK).write_text(before)
+    recorded.clear()
+    setup.main()
+    assert len(recorded) == 5
+
+
 def test_an_image_has_no_tools_and_no_trained_model(setup, recorded, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["setup", "--no-tools"])
     setup.main()

@@ -242,15 +242,23 @@ class Agent:
                 data = tokens.recv(CHUNK)
             except OSError:
                 data = b""
-            self._send(say.Tokens(index, data, self._figures.figures_here()))
+            if (figures := self._figures_here()) is None:
+                break
+            self._send(say.Tokens(index, data, figures))
         tokens.close()
 
     def _send_figures(self) -> None:
         sent = b""
         while not self._ended.wait(FIGURES_SECONDS):
-            if (figures := self._figures.figures_here()) != sent:
+            if (figures := self._figures_here()) is not None and figures != sent:
                 sent = figures
                 self._send(say.HostFigures(figures))
+
+    def _figures_here(self) -> bytes | None:
+        """None: their page is closed, for the engine has ended."""
+        with suppress(ValueError):
+            return self._figures.figures_here()
+        return None
 
 
 def _sendable(error: BaseException) -> BaseException:

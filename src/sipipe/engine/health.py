@@ -1,14 +1,19 @@
-"""``/health`` while a stage does not answer: 503, as vLLM itself says of a dead engine only.
+"""``/health`` while a stage does not answer, and all that is new while the server ends: 503.
+
+vLLM says it of a dead engine only. While requests in flight finish (``--shutdown-timeout``) its
+``/health`` stays 200, and new requests are answered with 500.
 
 Middleware of vLLM's API servers (``--middleware``), which ``sipipe serve`` gives them. It reads the
-engine's page of live figures, where :mod:`sipipe.engine.stall` says it, and waits for nobody.
+engine's page of live figures, where :mod:`sipipe.engine.stall` says it, and waits for no engine.
 """
 
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from sipipe.observe.live import LivePage, Word, still_there
+
+ENDING = {"message": "the server is ending", "type": "ServiceUnavailableError", "code": 503}
 
 
 class Health:
@@ -19,10 +24,28 @@ class Health:
         self._pages: list[LivePage] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        asked = scope["type"] == "http" and scope["path"] == "/health"
-        answer = Response(status_code=503) if asked and self._stalled() else self._app
+        answer, http = self._app, scope["type"] == "http"
+        asked = http and scope["path"] == "/health"
+        if (asked or (http and scope["method"] == "POST")) and _ending(scope["app"].state):
+            # Else a client's next request would come here too. Closed with a part of the body
+            # unread, the connection would be reset, and the answer lost.
+            answer = JSONResponse({"error": ENDING}, 503, {"Connection": "close"})
+            while (await receive()).get("more_body"):
+                pass
+        elif asked and self._stalled():
+            answer = Response(status_code=503)
         await answer(scope, receive, send)
 
     def _stalled(self) -> bool:
         self._pages = still_there(self._pages)
         return any(page.read("executor")[Word.STALLED] for page in self._pages)
+
+
+def _ending(state: Any) -> bool:
+    """Whether this server's engine has been told to end, and lives. One of several API servers does
+    not know."""
+    client = state.engine_client
+    if client is None or client.errored:
+        return False
+    manager = client.engine_core.resources.engine_manager
+    return manager is not None and bool(manager.manager_stopped.is_set())
