@@ -48,6 +48,7 @@ def machine(monkeypatch, cores, nodes=1):
     found = [Core((index,), node=index * nodes // cores) for index in range(cores)]
     for module in (doctor, advice):
         monkeypatch.setattr(module, "this_machine", lambda: found)
+    monkeypatch.setattr("sipipe.tools.planner.hardware.free_bytes", lambda: 64 << 30)
 
 
 def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
