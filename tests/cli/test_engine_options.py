@@ -90,6 +90,7 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
         (["m", "--row", "a=--pp x"], '--pp.*must be a whole number of 1 or more, not "x"'),
         (["m", "--row", "a=--pp"], "--pp.*expected one argument"),
         (["m", "--row", "a='"], "a=.*No closing quotation"),
+        (["m", "--rows", ","], '--rows "," names no row'),
         (["m", "--row", "a=stock --layers 7,x"], "--layers.*whole number"),
         (["m", "--row", "a=", "--row", "a=stock"], 'two rows are named "a"'),
         (["m", "--row", "a=--additional-config {bad"], "must be a JSON object"),
@@ -297,6 +298,22 @@ def test_bench_also_writes_a_page_and_refuses_first_where_it_could_not(
     with pytest.raises(ConfigError, match=r"--output .*: No space left on device"):
         bench.main([*argv, "/dev/full"])
     assert "sipipe: stage 0" in capsys.readouterr().out, "what was measured is shown first"
+
+
+def test_brackets_in_a_rows_name_are_only_its_name_and_the_page_is_there_whoever_reads(
+    started, capsys, tmp_path, monkeypatch
+):
+    argv = ["m", "--rows", "sipipe", "--engines", "1", "--row", "a [/red] row=stock"]
+    assert bench.main(argv) == 0
+    assert "a [/red] row" in capsys.readouterr().out
+
+    def gone(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bench, "show", gone)
+    with pytest.raises(BrokenPipeError):
+        bench.main([*argv, "--output", str(tmp_path / "load.html")])
+    assert (tmp_path / "load.html").exists()
 
 
 def test_drafts_are_for_stock_of_one_stage_too(started):

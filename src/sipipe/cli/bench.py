@@ -67,15 +67,16 @@ def main(argv: Sequence[str]) -> int:
         "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
         "failed": failed,
     }
-    if own.json:
-        print(json.dumps(result, indent=1))
-    else:
-        show(result)
-    if own.output:
-        try:
+    try:
+        if own.output:
             Path(own.output).write_text(render_load(result), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"bench: --output {own.output}: {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"bench: --output {own.output}: {error.strerror}") from None
+    finally:  # whoever reads what is shown may go before its end
+        if own.json:
+            print(json.dumps(result, indent=1))
+        else:
+            show(result)
     return 1 if failed else 0
 
 
@@ -214,6 +215,8 @@ def _rows(
         if not url.startswith("http"):
             raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
         found.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
+    if not found:
+        raise ConfigError(f'bench: --rows "{own.rows}" names no row')
     for name, times in Counter(name for name, _ in found).items():
         if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, checked, fraction, make_parser
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
@@ -30,9 +30,9 @@ _KINDS = {"greedy": "greedy", "all": "top-k, top-p, min-p and penalties"}
 def print_tables(plans: Sequence[Plan]) -> None:
     """For each plan, which differ in the sampling alone, the ranking, what was ruled out, which
     engine is fastest, and the commands that start it."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=140)
+        console = Console(highlight=False, width=140)
     facts, cluster = plans[0].facts, plans[0].cluster
     kv = kv_bytes_per_token(facts, plans[0].workload.kv_element_bytes) / 1024
     network, between = cluster.network, ""
@@ -136,7 +136,7 @@ def print_assumptions() -> None:
         [name, *(f"{number:g}" for number in numbers), source]
         for name, (*numbers, source) in assumptions().items()
     ]
-    Console(highlight=False, markup=False).print(_table(columns, rows, left=("input", "source")))
+    Console(highlight=False).print(_table(columns, rows, left=("input", "source")))
 
 
 EPILOG = """\

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
 from sipipe.tools.report.accounting import WORKING
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.render import DETAIL, render
-from sipipe.tools.report.summary import Run
+from sipipe.tools.report.summary import Run, tell_apart
 
 EPILOG = """\
   sipipe serve MODEL --pp 2 --trace traces/ours      record (Ctrl-C ends the trace)
@@ -73,6 +73,7 @@ def _report(args: argparse.Namespace) -> None:
     runs = [_load(args.directory, args)]
     if args.against is not None:
         runs.append(_load(args.against, args))
+        tell_apart(runs)
     if args.json:
         print(json.dumps({"runs": [run.summary for run in runs]}, indent=1))
         return

@@ -1,6 +1,9 @@
 """The machine-readable report: one dictionary per run."""
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from sipipe.observe.format import TraceError
@@ -27,6 +30,7 @@ class Run:
                 f"{(end - start) / 1e9:.3f} s long"
             )
         self.trace = trace
+        self.label = trace.label
         self.account = account(trace, self.window)
         pipeline = Pipeline(trace)
         self._ends = pipeline.left.values
@@ -42,7 +46,7 @@ class Run:
         idle = max(stage.by_cause[Cause.IDLE] for stage in self.account)
         return {
             "directory": trace.directory,
-            "label": trace.label,
+            "label": self.label,
             "model": next((p.header.model for p in trace.processes if p.header.model), ""),
             "stages": trace.stages,
             "inflight": trace.inflight,
@@ -89,3 +93,13 @@ class Run:
         span = max(1, min(self.wall_ns, round(iterations * each)))
         begin = statistics.busiest(self.trace, self.window, span) - self.window[0]
         return begin / 1e9, (begin + span) / 1e9
+
+
+def tell_apart(runs: Sequence[Run]) -> None:
+    """Label runs of the same engine by their directories, before their summaries are made."""
+    if len({run.label for run in runs}) == len(runs):
+        return
+    paths = [Path(run.trace.directory).resolve() for run in runs]
+    times = Counter(path.name for path in paths)
+    for run, path in zip(runs, paths, strict=True):
+        run.label = path.name if times[path.name] == 1 else str(path)
