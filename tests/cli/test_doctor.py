@@ -149,6 +149,12 @@ def test_a_containers_memory_is_told_and_no_compiler_is_a_warning(capsys, vllm, 
     assert found["GPUs"]["text"] == "none found (nvidia-smi)"
 
 
+def test_a_compiler_of_two_words_is_none_to_torch_and_is_named(capsys, vllm, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    _, found = report(capsys)
+    assert found["compiler"]["text"].startswith('no program is named "ccache g++" (CXX): torch')
+
+
 @pytest.mark.parametrize(
     ("release", "state"),
     [("6.12.0-amd64", "ok"), ("6.8.0-31-generic", "warning"), ("7.0", "ok"), ("odd", "warning")],
