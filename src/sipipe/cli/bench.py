@@ -1,6 +1,7 @@
 """``sipipe bench``: SiPipe beside stock vLLM and other servers, each as it would best be set up."""
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, par
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.tools.child import measured
+from sipipe.tools.child import TIMEOUT, measured
 from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
 from sipipe.tools.report.render import render_load
@@ -50,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     _check(own, rest, jobs)
     require_vllm()
     load = _load(own)
-    found, failed = _measured(jobs, load, own.engines)
+    arrivals = (own.repeat + 1) * _seconds(load["loads"], own.trace_file)  # 1: the warm-up
+    found, failed = _measured(jobs, load, own.engines, TIMEOUT + arrivals)
     if not found:
         raise SiPipeError(next(iter(failed.values())))
     rows = table(jobs, found)
@@ -120,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(
-    jobs: Mapping[str, Mapping[str, Any]], load: Mapping[str, Any], engines: int
+    jobs: Mapping[str, Mapping[str, Any]], load: Mapping[str, Any], engines: int, limit: float
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Start each row's engine so many times, in turn forwards and backwards; returns by row what
     came of each start, and why rows failed."""
@@ -131,7 +133,8 @@ def _measured(
             if name in failed:
                 continue
             try:
-                start = measured(name, {**jobs[name], **load}, "sipipe.tools.load")
+                job = {**jobs[name], **load, "start": number}
+                start = measured(name, job, "sipipe.tools.load", timeout=limit)
             except SiPipeError as error:  # the others are worth having
                 if isinstance(error, ConfigError) and not any(found.values()):
                     raise
@@ -241,7 +244,7 @@ def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     own, command = parser.parse_known_args([*words, *options[stock:]])  # the last one holds
     command += ["-pp", str(own.pp), "-tp", str(own.tp)]
     if not any(word.endswith("enable-prefix-caching") for word in command):
-        command += ["--no-enable-prefix-caching"]  # each mix has the same prompts
+        command += ["--no-enable-prefix-caching"]  # of a trace all loads have the same prompts
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:
         drafts = ["--speculative-config", own.drafts] if own.drafts and own.pp == 1 else []
@@ -289,6 +292,19 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
         "repeat": own.repeat,
         "draws": own.draws,
     }
+
+
+def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) -> float:
+    """How long the requests of all loads take to arrive. Raises ConfigError: ``trace`` is none."""
+    if trace is None:
+        return sum(count / rate for _, count, _, rate in loads if rate)
+    with Path(trace).open(encoding="utf-8") as file:
+        lines = itertools.islice(file, max(count for _, count, *_ in loads))
+        try:
+            at = [float(json.loads(line)["timestamp"]) for line in lines]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"bench: --trace-file {trace}: no arrivals: {error!r}") from None
+    return sum(max(at[:count], default=0.0) for _, count, *_ in loads)
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:
