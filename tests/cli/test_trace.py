@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,20 +44,23 @@ def test_report_writes_a_page_and_prints_the_bubbles(example, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_two_runs_of_one_engine_are_named_by_their_directories(example, tmp_path, capsys):
-    for name in ("stock", "[other]"):
-        directory = tmp_path / "runs" / name
+def test_two_runs_of_one_engine_are_named_by_their_directories(
+    example, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "[other]"):
+        directory = tmp_path / name / "trace"
         directory.mkdir(parents=True)
         for file in (example / "stock").glob(f"*{SUFFIX}"):
             (directory / file.name).write_bytes(file.read_bytes())
-    one, other = (str(tmp_path / "runs" / name) for name in ("stock", "[other]"))
-    assert main(["trace", "report", one, "--against", other, "-o", str(tmp_path / "x.html")]) == 0
+    compared = ["one/trace", "--against", "[other]/trace", "--output", "x.html"]
+    assert main(["trace", "report", *compared]) == 0
     out = capsys.readouterr().out
-    assert "stock: " in out
-    assert "[other]: " in out
-    page = (tmp_path / "x.html").read_text()
-    assert "stock against [other]" in page
-    assert '"label":"[other]"' in page
+    assert "one/trace: " in out
+    assert "[other]/trace: " in out
+    page = Path("x.html").read_text()
+    assert "one/trace against [other]/trace" in page
+    assert '"label":"[other]/trace"' in page
 
 
 def test_report_json(example, capsys):

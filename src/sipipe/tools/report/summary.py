@@ -1,9 +1,6 @@
 """The machine-readable report: one dictionary per run."""
 
-from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from sipipe.observe.format import TraceError
@@ -93,13 +90,3 @@ class Run:
         span = max(1, min(self.wall_ns, round(iterations * each)))
         begin = statistics.busiest(self.trace, self.window, span) - self.window[0]
         return begin / 1e9, (begin + span) / 1e9
-
-
-def tell_apart(runs: Sequence[Run]) -> None:
-    """Label runs of the same engine by their directories, before their summaries are made."""
-    if len({run.label for run in runs}) == len(runs):
-        return
-    paths = [Path(run.trace.directory).resolve() for run in runs]
-    times = Counter(path.name for path in paths)
-    for run, path in zip(runs, paths, strict=True):
-        run.label = path.name if times[path.name] == 1 else str(path)
