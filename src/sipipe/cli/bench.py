@@ -1,7 +1,6 @@
 """``sipipe bench``: SiPipe beside stock vLLM and other servers, each as it would best be set up."""
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -51,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     _check(own, rest, jobs)
     require_vllm()
     load = _load(own)
-    arrivals = (own.repeat + 1) * _seconds(load["loads"], own.trace_file)  # 1: the warm-up
-    found, failed = _measured(jobs, load, own.engines, TIMEOUT + arrivals)
+    limit = TIMEOUT + (own.repeat + 1) * _seconds(load["loads"], own.trace_file)  # 1: warm-up
+    found, failed = _measured(jobs, load, own.engines, limit)
     if not found:
         raise SiPipeError(next(iter(failed.values())))
     rows = table(jobs, found)
@@ -296,15 +295,13 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
 
 def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) -> float:
     """How long the requests of all loads take to arrive. Raises ConfigError: ``trace`` is none."""
-    if trace is None:
-        return sum(count / rate for _, count, _, rate in loads if rate)
-    with Path(trace).open(encoding="utf-8") as file:
-        lines = itertools.islice(file, max(count for _, count, *_ in loads))
-        try:
-            at = [float(json.loads(line)["timestamp"]) for line in lines]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"bench: --trace-file {trace}: no arrivals: {error!r}") from None
-    return sum(max(at[:count], default=0.0) for _, count, *_ in loads)
+    most = max(count for _, count, *_ in loads)
+    try:
+        lines = Path(trace).read_text("utf-8").splitlines()[:most] if trace else []
+        at = [float(json.loads(line)["timestamp"]) for line in lines]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"bench: --trace-file {trace}: no arrivals: {error!r}") from None
+    return sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:

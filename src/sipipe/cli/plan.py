@@ -203,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", count, None, "N", "running sequences; default: the best number within limits")
     add("--max-num-seqs", count, 1024, "N", "most running sequences (1024)")
     add("--max-num-batched-tokens", count, 8192, "N", "of a microbatch (8192)")
-    add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "default: 0.9")
+    add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "of GPUs (default: 0.9)")
     least = "rule out what caches fewer tokens"
     add("--min-kv-tokens", at_least(0, int), 0, "N", least)
     bits = "bits per weight instead of what the config says: 8 is FP8, fewer are stored ones"
