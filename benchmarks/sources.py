@@ -21,7 +21,13 @@ SERVED = tuple(f"sipipe/{part}" for part in ("engine", "worker", "ipc", "message
 _SAMPLING = ("sipipe/sampler",)
 _SCHEDULING = ("sipipe/engine/scheduling", "benchmarks/simulator")
 _PLANNER = ("sipipe/tools/planner", "sipipe/engine/layers")
-_EMULATED = (*SERVED, "sipipe/tools/planner", "benchmarks/emulation")
+_EMULATED = (
+    *SERVED,
+    "sipipe/tools/planner",
+    "benchmarks/emulation",
+    "benchmarks/emulate.py",
+    "benchmarks/ablation.py",
+)
 _RECORDED = ("sipipe/observe", "sipipe/tools/report")
 MEASURED = {
     "balance": ("sipipe/engine/balance.py",),

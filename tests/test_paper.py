@@ -30,7 +30,7 @@ def measured(monkeypatch, tmp_path):
     """What was started; a traced engine leaves a trace."""
     started = []
 
-    def start(name, job, _):
+    def start(name, job, module, timeout=0):
         started.append(name)
         words = " ".join(job["command"])
         if found := re.search(r'[^\s"=]*/sipipe-paper-[^\s"]*', words):
@@ -105,7 +105,7 @@ def test_the_list_and_what_is_not_in_it(capsys):
 def test_a_row_that_fails_is_named_and_left_out(measured, monkeypatch, capsys):
     works = bench.measured
 
-    def start(name, job, module):
+    def start(name, job, module, timeout=0):
         if name == "stock-one":
             raise SiPipeError("bench: stock-one failed: no memory")
         return works(name, job, module)

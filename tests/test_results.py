@@ -98,6 +98,14 @@ def test_what_is_stale_is_named_with_the_command_that_measures_it(tmp_path, monk
     assert results.main() == 0
 
 
+def test_emulated_figures_are_also_of_what_emulates_and_ablates():
+    assert {"benchmarks/emulate.py", "benchmarks/ablation.py"} <= sources.sources(
+        "emulation"
+    ).keys()
+    for part in {part for parts in sources.MEASURED.values() for part in parts}:
+        assert (sources.ROOT / "src" / part).exists() or (sources.ROOT / part).exists(), part
+
+
 def test_a_comment_makes_nothing_stale_and_code_does(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     file = tmp_path / "src/sipipe/sampler/a.py"

@@ -48,6 +48,7 @@ def machine(monkeypatch, cores, nodes=1):
     found = [Core((index,), node=index * nodes // cores) for index in range(cores)]
     for module in (doctor, advice):
         monkeypatch.setattr(module, "this_machine", lambda: found)
+    monkeypatch.setattr("sipipe.tools.planner.hardware.free_bytes", lambda: 64 << 30)
 
 
 def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
@@ -146,6 +147,12 @@ def test_a_containers_memory_is_told_and_no_compiler_is_a_warning(capsys, vllm, 
     assert "1.5 GiB may be used" in found["memory"]["text"]
     assert found["compiler"]["state"] == "warning"
     assert found["GPUs"]["text"] == "none found (nvidia-smi)"
+
+
+def test_a_compiler_of_two_words_is_none_to_torch_and_is_named(capsys, vllm, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    _, found = report(capsys)
+    assert found["compiler"]["text"].startswith('no program is named "ccache g++" (CXX): torch')
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
         (["m", "--row", "a=--pp x"], '--pp.*must be a whole number of 1 or more, not "x"'),
         (["m", "--row", "a=--pp"], "--pp.*expected one argument"),
         (["m", "--row", "a='"], "a=.*No closing quotation"),
+        (["m", "--rows", ","], '--rows "," names no row'),
         (["m", "--row", "a=stock --layers 7,x"], "--layers.*whole number"),
         (["m", "--row", "a=", "--row", "a=stock"], 'two rows are named "a"'),
         (["m", "--row", "a=--additional-config {bad"], "must be a JSON object"),
@@ -122,13 +123,19 @@ START = {
 }
 
 
+limits: list[float] = []
+"""Seconds that each of them may take."""
+
+
 @pytest.fixture
 def started(monkeypatch):
     """What bench would start, in order; stock is half as quick, and its second answer differs."""
     jobs = []
+    limits.clear()
 
-    def start(name, job, module):
+    def start(name, job, module, timeout=0):
         jobs.append((name, job))
+        limits.append(timeout)
         speed = 10.0 * len(jobs) / (1 + name.startswith("stock"))
         run = {
             "output_throughput": speed,
@@ -237,7 +244,7 @@ def test_a_row_that_refuses_an_option_does_not_cost_the_others(started, monkeypa
     """Cores of two stages are none of one stage's."""
     works, cores = bench.measured, '{"stages": [[0], [1]], "samplers": [[2]]}'
 
-    def start(name, job, module):
+    def start(name, job, module, timeout=0):
         assert name != "sipipe-one" or not any(cores[:9] in word for word in job["command"])
         if name == "stock":
             raise ConfigError("no such option")
@@ -299,6 +306,37 @@ def test_bench_also_writes_a_page_and_refuses_first_where_it_could_not(
     assert "sipipe: stage 0" in capsys.readouterr().out, "what was measured is shown first"
 
 
+def test_brackets_in_a_rows_name_are_only_its_name_and_the_page_is_there_whoever_reads(
+    started, capsys, tmp_path, monkeypatch
+):
+    argv = ["m", "--rows", "sipipe", "--engines", "1", "--row", "a [/red] row=stock"]
+    assert bench.main(argv) == 0
+    assert "a [/red] row" in capsys.readouterr().out
+
+    def gone(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bench, "show", gone)
+    with pytest.raises(BrokenPipeError):
+        bench.main([*argv, "--output", str(tmp_path / "load.html")])
+    assert (tmp_path / "load.html").exists()
+
+
+def test_an_engine_may_take_as_long_as_its_requests_arrive(started, tmp_path):
+    argv = ["m", "--rows", "sipipe", "--engines", "2", "--repeat", "3", "--requests", "100"]
+    argv += ["--json", "--sampling", "greedy,chat"]
+    bench.main([*argv, "--rate", "0.01,0.1"])
+    assert limits == [3600 + (3 + 1) * 2 * (10_000 + 1_000)] * 2
+    assert [job["start"] for _, job in started] == [0, 1]
+    trace = tmp_path / "arrivals.jsonl"
+    trace.write_text("".join(f'{{"timestamp": {at}}}\n' for at in range(0, 2000, 10)))
+    bench.main([*argv, "--trace-file", str(trace)])
+    assert limits[2:] == [3600 + (3 + 1) * 2 * 990] * 2
+    trace.write_text("{}")
+    with pytest.raises(ConfigError, match=r"--trace-file .*: no arrivals: KeyError\('timestamp'\)"):
+        bench.main([*argv, "--trace-file", str(trace)])
+
+
 def test_drafts_are_for_stock_of_one_stage_too(started):
     asked = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
     argv = ["m", "--pp", "2", "-sc", asked, "--rows", "sipipe,stock,stock-one"]
@@ -354,7 +392,7 @@ def test_a_row_whose_answers_cannot_be_compared_stays(started, monkeypatch, caps
     works = bench.measured
     refused = {"answers": None, "draws": None, "refused": "HTTPError: HTTP Error 400: Bad Request"}
 
-    def start(name, job, module):
+    def start(name, job, module, timeout=0):
         texts = {"answers": ["a", "b"], "draws": None}
         return works(name, job, module) | {"stock": refused, "stock-one": texts}.get(name, {})
 

@@ -1,6 +1,7 @@
 """The `sipipe` command: quick, lazy, and one clear line for a mistake."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,33 @@ def test_output_into_a_closed_pipe_is_not_an_error():
     )
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_tables_into_a_closed_pipe_are_not_an_error_either():
+    files = {
+        file.name for file in SOURCE.glob("cli/*.py") if "rich.console import C" in file.read_text()
+    }
+    assert not files, "cli/console.py has the console"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sipipe", "plan", "--assumptions"]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_output_that_is_not_utf8_gets_marks_for_what_it_lacks():
+    done = subprocess.run(
+        [sys.executable, "-m", "sipipe", "generate", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "latin1"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"--max-model-len, ?)" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "bench"])

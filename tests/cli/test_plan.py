@@ -162,6 +162,16 @@ def test_model_directory_and_picture(capsys, tmp_path):
     assert "--gpu-memory-utilization" not in out
 
 
+def test_a_cpu_is_one_device_whose_cache_gets_the_engines_share(capsys):
+    kv_memory = pytest.importorskip("sipipe.engine.kv_memory")
+    _, out = plan(capsys, "qwen3-0.6b", "--gpu", "xeon-8468", "--memory", "64", "--json")
+    found = json.loads(out)["greedy"]
+    assert found["cluster"]["devices_per_host"] == 1
+    (row,) = [row for row in found["choices"] if row["engine"] == "sipipe"]
+    room = ((64 << 30) - row["weights_per_device"]) * kv_memory.KV_CACHE_SHARE
+    assert row["kv_tokens"] == int(room // found["model"]["kv_bytes_per_token"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -175,6 +185,10 @@ def test_model_directory_and_picture(capsys, tmp_path):
         (("llama-3.1-8b", "--gpu", "h100", "--input", "-1"), "--input"),
         (("llama-3.1-8b", "--gpu", "h100", "--input", "200000"), "context length"),
         (("llama-3.1-8b", "--gpu", "h100", "--memory", "nan"), "--memory"),
+        (("llama-3.1-8b", "--gpu", "h100", "--memory", "1e308"), "--memory"),
+        (("llama-3.1-8b", "--gpu", "h100", "--hosts", "999999999"), "from 1 to 4096"),
+        (("llama-3.1-8b", "--gpu", "h100", "--weight-bits", "1e-300"), "--weight-bits"),
+        (("llama-3.1-8b", "--gpu", "h100", "--assume", "efficiency.workspace_gib=1e308"), "not"),
         (("llama-3.1-8b", "--gpu", "h100", "--kv-cache-dtype", "int2"), "--kv-cache-dtype"),
         (("llama-3.1-8b", "--gpu", "h100", "--baseline", "none"), "--baseline"),
         (("llama-3.1-8b", "--gpu", "h100", "--samplers", "1000"), "a host of 96 cores has 86 left"),

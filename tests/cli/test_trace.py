@@ -6,6 +6,8 @@ import gzip
 import itertools
 import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.made_up_trace import Example, write_example
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.perfetto import numbers
 
-from sipipe.cli import main
+from sipipe.cli import main, top
 from sipipe.observe.format import SUFFIX
 from sipipe.observe.live import LivePage, PageHeader, Word, find
 from sipipe.observe.phases import Phase
@@ -40,6 +42,25 @@ def test_report_writes_a_page_and_prints_the_bubbles(example, capsys):
     # A second report: the page in the directory is not taken for a trace.
     assert main(["trace", "report", str(ours), "-o", str(example / "x.html")]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_two_runs_of_one_engine_are_named_by_their_directories(
+    example, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "[other]"):
+        directory = tmp_path / name / "trace"
+        directory.mkdir(parents=True)
+        for file in (example / "stock").glob(f"*{SUFFIX}"):
+            (directory / file.name).write_bytes(file.read_bytes())
+    compared = ["one/trace", "--against", "[other]/trace", "--output", "x.html"]
+    assert main(["trace", "report", *compared]) == 0
+    out = capsys.readouterr().out
+    assert "one/trace: " in out
+    assert "[other]/trace: " in out
+    page = Path("x.html").read_text()
+    assert "one/trace against [other]/trace" in page
+    assert '"label":"[other]/trace"' in page
 
 
 def test_report_json(example, capsys):
@@ -191,6 +212,19 @@ def test_top_cuts_nothing_at_80_columns(server, capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
     for whole in ("TPOT", "waiting 2048", "queue", "Ctrl-C"):
         assert whole in out
+
+
+def test_the_first_view_is_of_a_whole_interval(server, monkeypatch):
+    waited = []
+
+    def view(*_, **__):
+        assert waited == [7.0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(top, "Live", view)
+    assert main(["top", "--interval", "7", "--pid", str(server.header.pid)]) == 130
 
 
 def test_top_json(server, capsys):

@@ -438,7 +438,7 @@ def served_here(arguments, restart, follows):
     return launch.serve(*arguments, started=lambda _: pytest.fail("it would start"))
 
 
-def measured_here(name, job, module):
+def measured_here(name, job, module, timeout):
     words = job["command"][job["command"].index("serve") + 1 :]
     return launch.serve(words, {}, started=lambda _: pytest.fail("it would start"))
 

@@ -184,7 +184,7 @@ def test_without_the_trained_model_all_else_is_set_up(setup, recorded, monkeypat
 def test_no_compiler_is_a_warning(setup, recorded, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     setup.main()
-    assert "warning: no C++ compiler (g++)" in capsys.readouterr().err
+    assert 'no C++ compiler "no-such-compiler" (CXX' in capsys.readouterr().err
 
 
 def test_a_command_that_fails_shows_the_end_of_its_output(setup, capsys):

@@ -5,7 +5,9 @@ import random
 import subprocess
 import sys
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from typing import ClassVar
 
 import pytest
@@ -153,12 +155,21 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     streamed = [body for body in Server.asked if body.get("stream")]
     assert {body["temperature"] for body in streamed} == {0, 2.0}
     assert all(body["max_tokens"] == 5 and body["ignore_eos"] for body in streamed)
-    # The same prompts for each way of sampling of a repetition: rows get the same work.
-    last = [body["prompt"] for body in streamed[-4:]]
-    assert sorted(last[:2]) == sorted(last[2:])
-    before = {body["prompt"] for body in streamed[-10:-4]}  # 8 tokens of the same, now 12
-    assert all(any(text.startswith(b) for b in before - {text}) for text in last)
     json.dumps(found)
+
+
+def test_a_server_that_caches_has_seen_the_prompts_of_no_run_and_rows_get_the_same(url, model):
+    for start in (0, 0, 1):
+        load.run(job(url, model, draws=0, start=start))
+    texts = iter(body["prompt"] for body in Server.asked if body.get("stream"))
+    row, same, later = (
+        [sorted(islice(texts, n)) for n in (3, 3, 2, *[3, 3, 2, 2] * 2)] for _ in "123"
+    )
+    assert row == same
+    measured = [*row[3:], *later[3:]]
+    assert len({tuple(prompts) for prompts in measured}) == len(measured)
+    begun = [text[:2] for prompts in measured for text in prompts]  # few tokens: some are alike
+    assert len(set(begun)) > len(begun) / 2
 
 
 def test_several_rates_are_warmed_up_for_once(url, model):
@@ -228,6 +239,17 @@ def test_a_server_that_does_not_start_says_why(code, kind, words):
     command = [sys.executable, "-c", code]
     with pytest.raises(kind, match=words):
         load.run(job("", "m", command=command, mixes={}, loads=[]))
+
+
+def test_no_proxy_stands_before_a_server_that_was_started(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "corp")
+    monkeypatch.delenv("no_proxy")
+    with pytest.raises(SiPipeError):
+        load.run(job("", "m", command=[sys.executable, "-c", "exit(7)"], mixes={}, loads=[]))
+    assert all(map(urllib.request.proxy_bypass, ("127.0.0.1", "localhost", "corp")))
+    assert not urllib.request.proxy_bypass("elsewhere")
 
 
 def test_a_process_without_a_command_line_has_its_memory_told():

@@ -7,6 +7,7 @@ A subcommand is a module of this package with ``main(argv) -> int``: it parses i
 
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A command that is ended cleans up as one that is interrupted does. (vLLM's server
         # installs handlers of its own.)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # "…" where the terminal's is Latin-1
     try:
         return _dispatch(arguments)
     except SiPipeError as error:

@@ -17,7 +17,7 @@ from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, par
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.tools.child import measured
+from sipipe.tools.child import TIMEOUT, measured
 from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
 from sipipe.tools.report.render import render_load
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     _check(own, rest, jobs)
     require_vllm()
     load = _load(own)
-    found, failed = _measured(jobs, load, own.engines)
+    limit = TIMEOUT + (own.repeat + 1) * _seconds(load["loads"], own.trace_file)  # 1: warm-up
+    found, failed = _measured(jobs, load, own.engines, limit)
     if not found:
         raise SiPipeError(next(iter(failed.values())))
     rows = table(jobs, found)
@@ -67,15 +68,16 @@ def main(argv: Sequence[str]) -> int:
         "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
         "failed": failed,
     }
-    if own.json:
-        print(json.dumps(result, indent=1))
-    else:
-        show(result)
-    if own.output:
-        try:
+    try:
+        if own.output:
             Path(own.output).write_text(render_load(result), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"bench: --output {own.output}: {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"bench: --output {own.output}: {error.strerror}") from None
+    finally:  # whoever reads what is shown may go before its end
+        if own.json:
+            print(json.dumps(result, indent=1))
+        else:
+            show(result)
     return 1 if failed else 0
 
 
@@ -119,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(
-    jobs: Mapping[str, Mapping[str, Any]], load: Mapping[str, Any], engines: int
+    jobs: Mapping[str, Mapping[str, Any]], load: Mapping[str, Any], engines: int, limit: float
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Start each row's engine so many times, in turn forwards and backwards; returns by row what
     came of each start, and why rows failed."""
@@ -130,7 +132,8 @@ def _measured(
             if name in failed:
                 continue
             try:
-                start = measured(name, {**jobs[name], **load}, "sipipe.tools.load")
+                job = {**jobs[name], **load, "start": number}
+                start = measured(name, job, "sipipe.tools.load", timeout=limit)
             except SiPipeError as error:  # the others are worth having
                 if isinstance(error, ConfigError) and not any(found.values()):
                     raise
@@ -214,6 +217,8 @@ def _rows(
         if not url.startswith("http"):
             raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
         found.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
+    if not found:
+        raise ConfigError(f'bench: --rows "{own.rows}" names no row')
     for name, times in Counter(name for name, _ in found).items():
         if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
@@ -238,7 +243,7 @@ def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     own, command = parser.parse_known_args([*words, *options[stock:]])  # the last one holds
     command += ["-pp", str(own.pp), "-tp", str(own.tp)]
     if not any(word.endswith("enable-prefix-caching") for word in command):
-        command += ["--no-enable-prefix-caching"]  # each mix has the same prompts
+        command += ["--no-enable-prefix-caching"]  # of a trace all loads have the same prompts
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:
         drafts = ["--speculative-config", own.drafts] if own.drafts and own.pp == 1 else []
@@ -286,6 +291,17 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
         "repeat": own.repeat,
         "draws": own.draws,
     }
+
+
+def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) -> float:
+    """How long the requests of all loads take to arrive. Raises ConfigError: ``trace`` is none."""
+    most = max(count for _, count, *_ in loads)
+    try:
+        lines = Path(trace).read_text("utf-8").splitlines()[:most] if trace else []
+        at = [float(json.loads(line)["timestamp"]) for line in lines]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"bench: --trace-file {trace}: no arrivals: {error!r}") from None
+    return sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:

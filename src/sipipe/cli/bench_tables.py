@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from sipipe.cli.console import Console
 
 STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 """The beginning of stock vLLM's command."""

@@ -84,11 +84,13 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
         yield Finding("vLLM", "error", f"{build}: SiPipe supports {', '.join(SUPPORTED_VLLM)}")
     if try_import:
         yield _import_vllm()
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler:
+    name = os.environ.get("CXX", "g++")
+    if compiler := shutil.which(name):
         yield Finding("compiler", "ok", compiler)
     else:
-        missing = "no g++: torch.compile needs one, so only --enforce-eager works"
+        # torch.compile runs CXX as one program, so that "ccache g++" is none.
+        named = f'no program is named "{name}" (CXX)' if "CXX" in os.environ else "no g++"
+        missing = f"{named}: torch.compile needs one, so only --enforce-eager works"
         yield Finding("compiler", "warning", missing)
 
 

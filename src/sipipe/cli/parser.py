@@ -75,10 +75,14 @@ def checked(
     return parse
 
 
-def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
-    """The ``type`` of an option that takes a number from ``least`` on."""
+def at_least(
+    least: float, kind: Callable[[str], float] = float, most: float = 1e9
+) -> Callable[[str], Any]:
+    """The ``type`` of an option that takes a number from ``least`` on. ``most``: what keeps sums
+    finite and loops short; one that nobody means is not named."""
     what = "whole number" if kind is int else "number"
-    return checked(kind, f"a {what} of {least} or more", lambda number: least <= number < 1e9)
+    allowed = f"a {what} of {least} or more" if most == 1e9 else f"a {what} from {least} to {most}"
+    return checked(kind, allowed, lambda number: least <= number <= most)
 
 
 def counts(text: str) -> list[int]:

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, checked, fraction, make_parser
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
@@ -30,9 +30,9 @@ _KINDS = {"greedy": "greedy", "all": "top-k, top-p, min-p and penalties"}
 def print_tables(plans: Sequence[Plan]) -> None:
     """For each plan, which differ in the sampling alone, the ranking, what was ruled out, which
     engine is fastest, and the commands that start it."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=140)
+        console = Console(highlight=False, width=140)
     facts, cluster = plans[0].facts, plans[0].cluster
     kv = kv_bytes_per_token(facts, plans[0].workload.kv_element_bytes) / 1024
     network, between = cluster.network, ""
@@ -136,7 +136,7 @@ def print_assumptions() -> None:
         [name, *(f"{number:g}" for number in numbers), source]
         for name, (*numbers, source) in assumptions().items()
     ]
-    Console(highlight=False, markup=False).print(_table(columns, rows, left=("input", "source")))
+    Console(highlight=False).print(_table(columns, rows, left=("input", "source")))
 
 
 EPILOG = """\
@@ -165,10 +165,9 @@ seconds = checked(
 )
 """A duration in seconds from ``"50ms"``, ``"0.05s"`` or ``"200us"``; the unit is required."""
 gigabits_per_second = checked(
-    _with_unit(_BITS), "a positive network rate in Gb/s such as 400G", lambda value: value > 0
+    _with_unit(_BITS), "a positive network rate in Gb/s such as 400G", lambda value: 0 < value < 1e9
 )
 """A network rate in Gb/s from ``"400G"``, ``"400Gb/s"`` or ``"400"``."""
-positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,9 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help=listed)
     add = adder(parser.add_argument_group("cluster"))
     add("--gpu", str, None, "NAME", "device of every host, such as h100 (see --list)")
-    add("--hosts", count, 1, "N", "hosts (default: 1)")
-    add("--gpus-per-host", count, 8, "N", "devices of a host (default: 8)")
-    add("--memory", positive, None, "GIB", "memory of one device instead of the built-in value")
+    add("--hosts", at_least(1, int, 4096), 1, "N", "hosts (default: 1)")
+    devices = "devices of a host (default: 8, of CPUs 1)"
+    add("--gpus-per-host", at_least(1, int, 1024), None, "N", devices)
+    memory = "memory of one device instead of the built-in value"
+    add("--memory", at_least(0.001, most=10**6), None, "GIB", memory)
     rate = "one adapter between hosts, Gb/s (400G)"
     add("--network", gigabits_per_second, "400G", "RATE", rate)
     add("--adapters", count, 1, "N", "such adapters per host (default: 1)")
@@ -202,11 +203,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", count, None, "N", "running sequences; default: the best number within limits")
     add("--max-num-seqs", count, 1024, "N", "most running sequences (1024)")
     add("--max-num-batched-tokens", count, 8192, "N", "of a microbatch (8192)")
-    add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "default: 0.9")
+    add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "of GPUs (default: 0.9)")
     least = "rule out what caches fewer tokens"
     add("--min-kv-tokens", at_least(0, int), 0, "N", least)
     bits = "bits per weight instead of what the config says: 8 is FP8, fewer are stored ones"
-    add("--weight-bits", positive, None, "BITS", bits)
+    add("--weight-bits", at_least(0.1, most=64), None, "BITS", bits)
     widths = ("auto", "fp8")
     group.add_argument("--kv-cache-dtype", choices=widths, default="auto", help="default: auto")
     engine = parser.add_argument_group("engine")
@@ -279,14 +280,14 @@ def _given(stated: Sequence[str]) -> dict[str, float]:
             given[name] = math.nan
         _, quickest, slowest, _ = known[name]
         rate = quickest > slowest  # of which there is more than none
-        if not 0 <= given[name] < math.inf or (rate and not given[name]):
+        if not (1e-9 if rate else 0) <= given[name] <= 1e9:
             least = "above 0" if rate else "of 0 or more"
             raise ConfigError(f'--assume {name}: must be a number {least}, not "{number}"')
     return given
 
 
 def _cluster(args: argparse.Namespace, assumed: Assumed) -> Cluster:
-    per_host = args.gpus_per_host
+    per_host = args.gpus_per_host or (1 if device(args.gpu).kind == "cpu" else 8)
     chosen = device(args.gpu, memory_gib=args.memory, parts=per_host, assumed=assumed)
     cores = chosen.cores * per_host or 96
     if args.gpu.lower() == "cpu":

@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.observe.live import Word, find
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         while poll.page.alive():
             show(after_interval())
     else:
-        with Live(render(rates(poll)), refresh_per_second=8, screen=True) as live:
+        first = render(after_interval())
+        with Live(first, console=Console(), refresh_per_second=8, screen=True) as live:
             while poll.page.alive():
                 live.update(render(after_interval()))
         print("sipipe top: the server has ended")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
 from sipipe.tools.report.accounting import WORKING
@@ -73,6 +73,9 @@ def _report(args: argparse.Namespace) -> None:
     runs = [_load(args.directory, args)]
     if args.against is not None:
         runs.append(_load(args.against, args))
+        if runs[0].label == runs[1].label:  # one engine twice: by what was changed
+            for run in runs:
+                run.label = run.trace.directory
     if args.json:
         print(json.dumps({"runs": [run.summary for run in runs]}, indent=1))
         return

@@ -17,7 +17,7 @@ from sipipe.ipc.parent import end_group_with, kill_group
 from sipipe.ipc.sockets import own_sockets
 
 TIMEOUT = 3_600.0
-"""Seconds that one engine may take before it is stopped."""
+"""Seconds that one engine may take before it is stopped, besides those in which requests arrive."""
 
 _NOTED = 8_000
 """Characters."""

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import dataclasses
 import importlib
-import itertools
 import json
 import math
 import os
@@ -65,6 +64,8 @@ class Job:
     """Of each load the mix; how many requests are sent; their prompts' tokens, 0 where ``load`` says how
     many; and requests a second, 0: at once, or as a trace has them."""
     repeat: int
+    start: int = 0
+    """How often the row was measured before."""
     draws: int
     """How many tokens are drawn for the chi-square; 0: no check."""
 
@@ -83,6 +84,10 @@ def run(job: Job) -> dict[str, Any]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
+        direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+        if direct != "*":  # no proxy reaches this server
+            direct = f"{direct},127.0.0.1,localhost".lstrip(",")
+            os.environ |= {"no_proxy": direct, "NO_PROXY": direct}
         log = os.memfd_create("server.log")
         server = subprocess.Popen(
             [*job.command, "--host", "127.0.0.1", "--port", str(port)],
@@ -96,8 +101,10 @@ def run(job: Job) -> dict[str, Any]:
         _wait(url, server, log)
         found: dict[str, Any] = {"startup_s": time.monotonic() - began}
         client = _Client(job, url)
+        # Each run has prompts of its own, the same for every row: a server that was there may cache.
+        first = job.start * (job.repeat * len(job.loads) + 1)
         for params in list(job.mixes.values())[1:]:
-            client.run(params, 3, job.loads[0][2], job.repeat)
+            client.run(params, 3, job.loads[0][2], first)
         # As it will be measured: microbatches are learnt from it; of a trace a quarter, and of
         # several rates the highest (0: all at once).
         part = 4 if "--self-timed" in job.load else 1
@@ -106,9 +113,9 @@ def run(job: Job) -> dict[str, Any]:
             highest = rates.get((count, prompt), rate)
             rates[count, prompt] = max(highest, rate) if highest and rate else 0
         for (count, prompt), rate in rates.items():
-            client.run(next(iter(job.mixes.values())), -(-count // part), prompt, job.repeat, rate)
+            client.run(next(iter(job.mixes.values())), -(-count // part), prompt, first, rate)
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for seed, (name, count, prompt, rate) in itertools.product(range(job.repeat), job.loads):
+        for seed, (name, count, prompt, rate) in enumerate(job.loads * job.repeat, first + 1):
             run = client.run(job.mixes[name], count, prompt, seed, rate)
             more = f" prompt={prompt}" * (prompt > 0) + f" rate={rate}" * (rate > 0)
             runs[f"{name} {count}{more}"].append(run)

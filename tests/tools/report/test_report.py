@@ -34,7 +34,7 @@ from sipipe.tools.report.render import (
     render,
     segment_lane,
 )
-from sipipe.tools.report.statistics import busiest, utilization
+from sipipe.tools.report.statistics import busiest, phase_table, utilization
 from sipipe.tools.report.summary import Run
 
 
@@ -109,6 +109,19 @@ def test_beyond_the_limit_host_lanes_are_left_out_and_named(runs):
     assert {lane["kind"] for lane in found} == {"device"}
     assert "executor" in dropped
     assert "stage 0 host" in dropped
+
+
+def test_of_a_part_a_phase_takes_no_more_than_the_part(runs):
+    trace = runs[0].trace
+    stage = trace.of("stage")[0]
+    longest = max(stage.records, key=lambda record: record["end_ns"] - record["start_ns"])
+    begin, end = int(longest["start_ns"]), int(longest["end_ns"])
+    window = (begin + (end - begin) // 4, begin + (end - begin) // 2)
+    rows = {row["phase"]: row for row in phase_table(trace, window) if row["process"] == "stage 0"}
+    row = rows[Phase(longest["phase"]).name.lower()]
+    assert (row["count"], row["p50_ms"]) == (1, pytest.approx((end - begin) / 1e6))
+    assert row["share"] == 1
+    assert row["total_s"] == pytest.approx((window[1] - window[0]) / 1e9)
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(runs):

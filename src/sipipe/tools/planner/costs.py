@@ -12,6 +12,8 @@ from sipipe.tools.planner.placement import Memory, Placement, Stage, kv_bytes, w
 from sipipe.tools.planner.workload import Microbatch, Workload
 
 _MICRO, _NANO = 1e-6, 1e-9
+CPU_KV_SHARE = 0.4
+"""That of :mod:`sipipe.engine.kv_memory`, which imports vLLM."""
 
 
 def roofline(compute: float, memory: float, sharpness: float) -> float:
@@ -57,13 +59,15 @@ class DatasheetCosts:
     def memory(self, placement: Placement, utilization: float) -> Memory:
         """The stage whose cache holds the fewest tokens: every token needs all stages."""
         device = self.cluster.device
-        available = device.memory_bytes * utilization
-        workspace = self.efficiency.workspace_gib * 2.0**30 if device.kind == "gpu" else 0.0
+        gpu = device.kind == "gpu"
+        available = device.memory_bytes * (utilization if gpu else 1.0)
+        workspace = self.efficiency.workspace_gib * 2.0**30 if gpu else 0.0
+        share = 1.0 if gpu else CPU_KV_SHARE  # of what the weights leave
         stages = []
         for stage in placement.stages:
             weights = weight_bytes(self.facts, stage)
             each = kv_bytes(self.facts, stage, self.kv_element_bytes)
-            tokens = int((available - weights - workspace) // each)
+            tokens = int((available - weights - workspace) * share // each)
             stages.append(Memory(stage.index, weights, workspace, available, tokens))
         return min(stages, key=lambda memory: (memory.kv_tokens, -memory.weights))
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Literal
 
-import psutil
-
 from sipipe.errors import ConfigError
+from sipipe.ipc.memory import free_bytes
 
 _GIB = float(1 << 30)
 _KINDS = ("sampling", "engine", "device", "link")
@@ -227,7 +226,7 @@ def device(
         cores = len(os.sched_getaffinity(0))
         entry["cores"] = max(1, cores // parts)
         entry["name"] += f", {entry['cores']} of {cores} cores"
-        entry["memory_gib"] = psutil.virtual_memory().total / _GIB / parts
+        entry["memory_gib"] = free_bytes() / _GIB / parts
         for name in ("memory_gbs", "bf16_tflops"):  # stated of one core
             entry[name] *= cores / parts
     if memory_gib is not None:

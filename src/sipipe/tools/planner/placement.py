@@ -95,7 +95,7 @@ class Memory:
     weights: float
     workspace: float
     available: float
-    """Device memory times the utilization asked for."""
+    """Device memory, of GPUs times the utilization asked for."""
     kv_tokens: int
     """Tokens the KV cache of the whole deployment holds; negative where weights do not fit."""
 

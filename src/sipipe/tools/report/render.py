@@ -156,7 +156,7 @@ def _run_data(run: Run, detail: int) -> dict[str, Any]:
 
 def render(runs: Sequence[Run], detail: int = DETAIL) -> str:
     """The page for one run, or for two side by side (the first is the one in question)."""
-    title = " against ".join(run.trace.label for run in runs)
+    title = " against ".join(run.label for run in runs)
     return _page("report.html", title, page_data(runs, detail), SCRIPTS)
 
 

@@ -59,13 +59,16 @@ def cdf(values: Floats, points: int = 400) -> dict[str, list[float]]:
 
 
 def phase_table(trace: Trace, window: Window) -> list[dict[str, Any]]:
-    """One row per process and phase: how often, how long."""
+    """One row per process and phase: how often, how long; of the total and its share only what lies in
+    the window."""
     rows = []
     for process in trace.processes:
         records = process.phase(window=window)
         spans = (records["end_ns"] - records["start_ns"]).astype(np.float64)
+        inside = np.clip(records["end_ns"], *window) - np.clip(records["start_ns"], *window)
         for phase in Phase:
-            if len(own := spans[records["phase"] == phase]):
+            if len(own := spans[chosen := records["phase"] == phase]):
+                spent = int(inside[chosen].sum())
                 rows.append(
                     {
                         "process": process.header.name,
@@ -74,8 +77,8 @@ def phase_table(trace: Trace, window: Window) -> list[dict[str, Any]]:
                         "mean_ms": float(own.mean() / 1e6),
                         "p50_ms": float(np.percentile(own, 50) / 1e6),
                         "p99_ms": float(np.percentile(own, 99) / 1e6),
-                        "total_s": float(own.sum() / 1e9),
-                        "share": float(own.sum() / (window[1] - window[0])),
+                        "total_s": spent / 1e9,
+                        "share": spent / (window[1] - window[0]),
                     }
                 )
     return rows

@@ -27,6 +27,7 @@ class Run:
                 f"{(end - start) / 1e9:.3f} s long"
             )
         self.trace = trace
+        self.label = trace.label
         self.account = account(trace, self.window)
         pipeline = Pipeline(trace)
         self._ends = pipeline.left.values
@@ -42,7 +43,7 @@ class Run:
         idle = max(stage.by_cause[Cause.IDLE] for stage in self.account)
         return {
             "directory": trace.directory,
-            "label": trace.label,
+            "label": self.label,
             "model": next((p.header.model for p in trace.processes if p.header.model), ""),
             "stages": trace.stages,
             "inflight": trace.inflight,
