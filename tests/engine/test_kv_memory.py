@@ -68,6 +68,16 @@ def test_files_that_a_container_has_read_leave_room_for_caches(tmp_path, monkeyp
     assert kv_memory.share_kv_memory(asked, [TWO], (16, 16)) is None
 
 
+def test_nodes_of_a_container_share_its_room(monkeypatch):
+    info = cpu_resource_utils.MemoryNodeInfo(64 * GIB, 60 * GIB)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda _: info)
+    monkeypatch.setattr(kv_memory, "group_limit", lambda: 32 * GIB)
+    monkeypatch.setattr(kv_memory, "group_used", lambda: 2 * GIB)
+    assert kv_memory.kv_cache_bytes([0, 1], 10 * GIB) == pytest.approx(0.4 * 20 * GIB / 2, abs=MIB)
+    with pytest.raises(ResourceError, match=r"this container has 30\.0 GiB free"):
+        kv_memory.kv_cache_bytes([0, 1], 40 * GIB)
+
+
 def sparse(file: Path, size: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as opened:

@@ -80,15 +80,26 @@ def _check_longest(vllm_config: VllmConfig, elements: int, size: int) -> None:
 
 def kv_cache_bytes(nodes: list[int], weights: int) -> int:
     """Bytes of KV cache for each worker, a whole number of MiB, by the workers' NUMA ``nodes``. Each
-    loads an equal part of the model's ``weights``, in bytes. Raises ResourceError: a node has no
-    room for these themselves."""
-    shares = []
-    for node, workers in Counter(nodes).items():
-        available = cpu_resource_utils.get_memory_node_info(node).available_memory
+    loads an equal part of the model's ``weights``, in bytes. Raises ResourceError: a node, or the
+    container, has no room for these themselves."""
+    shares, places = (
+        [],
+        [
+            (
+                f"memory node {node}",
+                workers,
+                cpu_resource_utils.get_memory_node_info(node).available_memory,
+            )
+            for node, workers in Counter(nodes).items()
+        ],
+    )
+    if (limit := group_limit()) is not None:  # of all nodes together
+        places.append(("this container", len(nodes), limit - (group_used() or 0)))
+    for place, workers, available in places:
         loaded = weights * workers // len(nodes)
         if loaded >= available:
             raise ResourceError(
-                f"memory node {node} has {available / 2**30:.1f} GiB free, and the weights that "
+                f"{place} has {available / 2**30:.1f} GiB free, and the weights that "
                 f"its {workers} workers load take {loaded / 2**30:.1f} GiB: use another node's "
                 'cores ("cores"), a smaller model, or say what the KV caches get '
                 "(--kv-cache-memory-bytes) if this is wrong"
