@@ -25,13 +25,13 @@ ALL = {
     "seams": SEAMS,
     "scheduling": ("tests/engine/scheduling/test_scheduler.py",),
     "worker": ("tests/worker",),
-    "parity": ("tests/engine/test_parity.py", "-m", ""),
-    "features": ("tests/engine/test_features.py", "-m", ""),
+    "parity": ("tests/engine/test_parity.py",),
+    "features": ("tests/engine/test_features.py",),
     "second_runner": ("tests/engine/test_second_runner.py",),
     "servers": ("tests/engine/test_server.py", "tests/engine/test_launch.py"),
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),
-    "replicas": ("tests/engine/test_replicas.py", "-m", ""),
-    "commands": ("tests/cli/test_engine.py", "-m", ""),
+    "replicas": ("tests/engine/test_replicas.py",),
+    "commands": ("tests/cli/test_engine.py",),
 }
 
 
@@ -78,7 +78,7 @@ def test_seams_and_an_engine(newer):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arguments", ALL.values(), ids=ALL)
 def test_the_tests_of(newer, arguments):
-    run(newer, *arguments)
+    run(newer, *arguments, "-m", "")
 
 
 @pytest.mark.slow
