@@ -310,8 +310,8 @@ def test_an_error_ends_both_threads_as_itself(where, monkeypatch):
         loop, runner = stages.loops[receives], stages.runners[receives]
         with pytest.raises(RuntimeError) as caught:
             feed(stages.loops if receives else [loop], 30)
-        assert caught.value is error
         # The stage before may say first that its peer is gone.
+        assert caught.value is error or receives
         until(lambda: any(said is error for said in stages.failed))
         with pytest.raises(RuntimeError) as caught:
             loop.run(99, 0, None)
