@@ -1,6 +1,8 @@
 """SiPipe's own options are told from vLLM's, which go through untouched."""
 
 import json
+import socket
+import subprocess
 import sys
 import tempfile
 
@@ -469,6 +471,37 @@ def test_what_a_measured_engine_leaves_behind_is_ended(monkeypatch, tmp_path):
     assert measured("a", {}, "any") == {}
     left = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+MEASURES = """
+import subprocess, sys, time
+from sipipe.tools.child import answer
+def work(job):
+    print(subprocess.Popen(["sleep", "300"]).pid, file=sys.stderr, flush=True)
+    time.sleep(300)
+answer(work)
+"""
+
+
+def test_what_measures_ends_with_all_that_it_started_when_it_is_told_to():
+    """As where its parent is, which ends nothing any more."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MEASURES, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        process.stdin.write(b"{}")
+        process.stdin.close()
+        started = psutil.Process(int(process.stderr.readline()))
+        process.terminate()
+        assert process.wait(20) == 143
+        process.stderr.close()
+    psutil.wait_procs([started], 20)
+    assert not started.is_running() or started.status() == psutil.STATUS_ZOMBIE
 
 
 def hosts(*argv):

@@ -77,6 +77,7 @@ def measured(
 def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """The other end of :func:`measured`: ``work`` on the job from stdin, its result to stdout."""
     end_group_with(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGTERM, _end_with_all)  # its parent, told to end too, ends no group then
     # Only the result may go to stdout; engines and clients print there too.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -89,6 +90,11 @@ def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         sys.exit(f"SiPipeError: {error}")
     out.write(json.dumps(result) + "\n")
     out.close()
+
+
+def _end_with_all(*_: object) -> None:
+    kill_group(os.getpgrp())
+    os._exit(143)
 
 
 def _failed(why: str, log: IO[bytes]) -> SiPipeError:
