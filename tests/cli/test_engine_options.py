@@ -334,6 +334,9 @@ def test_an_engine_may_take_as_long_as_its_requests_arrive(started, tmp_path):
     trace.write_text("".join(f'{{"timestamp": {at}}}\n' for at in range(0, 2000, 10)))
     bench.main([*argv, "--trace-file", str(trace)])
     assert limits[2:] == [3600 + (3 + 1) * 2 * 990] * 2
+    trace.write_text('{"timestamp": 3600000}')  # ms
+    with pytest.raises(ConfigError, match="would arrive for 7200000 s"):
+        bench.main([*argv, "--trace-file", str(trace)])
     trace.write_text("{}")
     with pytest.raises(ConfigError, match=r"--trace-file .*: no arrivals: KeyError\('timestamp'\)"):
         bench.main([*argv, "--trace-file", str(trace)])

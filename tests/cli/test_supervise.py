@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from sipipe.engine import server as front
 from sipipe.ipc.sockets import PREFIX, own_sockets, remove_dead
 
 SCRIPT = Path(__file__).with_name("supervised.py")
@@ -276,9 +279,32 @@ def serve(*_, started):
     raise RuntimeError(sys.argv[3])
 launch.serve = serve
 sys.modules["sipipe.engine.launch"] = launch
-from sipipe.engine import server
+from sipipe.engine import server as front
 sys.exit(server.main())
 """
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "family"),
+    [
+        (None, "127.0.0.1", socket.AF_INET),
+        ("localhost", "localhost", socket.AF_INET),  # which may have both, and vLLM listens on one
+        ("::", "::1", socket.AF_INET6),
+    ],
+)
+def test_a_server_is_waited_for_where_vllm_listens(monkeypatch, host, asked, family):
+    told = []
+    monkeypatch.setattr(front, "_say_served", lambda _, where: told.append(where))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *where: told.append(where) or ["there"])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        args = SimpleNamespace(host=host, port=8000, uds=None, shutdown_timeout=0)
+        front._started(ours, args, agent=False)
+        assert theirs.recv(10) == b"0\n"
+    wait_for = time.monotonic() + 20
+    while len(told) < 2 and time.monotonic() < wait_for:
+        time.sleep(0.01)
+    assert told == [(asked, 8000, family, socket.SOCK_STREAM), "there"]
 
 
 ROOT_CAUSE = "Engine core initialization failed. See root cause above. Failed core proc(s): "
@@ -289,6 +315,7 @@ ROOT_CAUSE = "Engine core initialization failed. See root cause above. Failed co
     [
         ("no start", 1, "RuntimeError: no start\n"),
         (ROOT_CAUSE + "{'EngineCore': 2}", 2, ""),  # a wrong configuration, of which it has told
+        (ROOT_CAUSE + "{'EngineCore_DP0': 2, 'EngineCore_DP1': -15}", 2, ""),
         (ROOT_CAUSE + "{'EngineCore_DP0': 1}", 1, ""),
         (ROOT_CAUSE + "{'EngineCore': -9}", 1, "EngineCore was killed by signal 9\n"),
     ],

@@ -267,6 +267,7 @@ def test_what_waits_for_tokens_is_not_scheduled_ahead_of_them(changes, reason):
         ("vllm.v1.core.sched.scheduler.NoSuch", "NoSuch"),
         ("nosuch.Scheduler", "No module named 'nosuch'"),
         ("NoSuch", "not enough values"),
+        ("json.dumps", "no class"),
     ],
 )
 def test_a_scheduler_that_is_not_there_or_counts_tokens_before_they_come_is_refused(named, refusal):

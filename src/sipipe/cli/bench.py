@@ -42,6 +42,9 @@ The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 CHECKED = """; equal: requests whose greedy tokens are those of the first row; \
 draws p: chi-square of drawn tokens against the server's own probabilities"""
 
+LONGEST = 200_000.0
+"""Seconds in which the requests of all loads of an engine arrive, once: two days."""
+
 
 def main(argv: Sequence[str]) -> int:
     """0: every row was measured. 1: some failed."""
@@ -299,9 +302,12 @@ def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) ->
     try:
         lines = Path(trace).read_text("utf-8").splitlines()[:most] if trace else []
         at = [float(json.loads(line)["timestamp"]) for line in lines]
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"bench: --trace-file {trace}: no arrivals: {error!r}") from None
-    return sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
+    seconds = sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
+    if seconds > LONGEST:
+        raise ConfigError(f"bench: requests would arrive for {seconds:.0f} s (timestamps: seconds)")
+    return seconds
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     """Run :mod:`sipipe.engine.server` with these arguments until it ends; its exit status.
 
     ``restart``: start it again when it ends unasked, unless its configuration was wrong. One that has
-    run is not wrong: what it names may be away for a while, as a host or a network is.
+    passed all checks is not: what it names may be away for a while, as a host or a network is.
     ``follows``: it is a host agent, for which it is a success to end with the main host.
     """
     # Who started this may have it ignored: it would never come, and no status would be kept.

@@ -43,9 +43,13 @@ CHUNK = 1 << 18
 CLOCK_QUESTIONS = 5
 
 
-def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
+def run_agent(
+    setup: Setup,
+    ready: Callable[[], object] = lambda: None,
+    met: Callable[[], object] = lambda: None,
+) -> int:
     """Serve this host's stages until the engine ends; returns the exit status. ``setup`` is this
-    host's own; ``ready`` is called when only the main host is missing.
+    host's own; ``ready`` is called when only the main host is missing, ``met`` when it takes this host.
 
     Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
@@ -66,6 +70,7 @@ def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
     except BaseException:
         connection.close()
         raise
+    met()
     theirs: Setup = pickle.loads(plan.setup)
     own = {key: getattr(setup.config, key) for key in OWN_SETTINGS}
     agreed_setup = dataclasses.replace(

@@ -46,7 +46,9 @@ def _check_path(model: str, option: str) -> None:
     ) as error:  # above it is what this user may not look into, or the name is too long
         raise ConfigError(f'{option} "{model}" cannot be read: {error.strerror}') from None
     if "/" in model and "://" not in model and not found:
-        beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else ()
+        beside: list[str] = []
+        with suppress(OSError):  # it is not there, or may not be listed
+            beside = [entry.name for entry in path.parent.iterdir()]
         near = difflib.get_close_matches(path.name, beside, n=1)
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:
             meant = f'; did you mean "{path.parent / near[0]}"?' if near else ""

@@ -118,6 +118,8 @@ def _check_scheduler(named: str | type) -> None:
         found = resolve_obj_by_qualname(named) if isinstance(named, str) else named
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--scheduler-cls {named}: {error}") from None
+    if not isinstance(found, type):
+        raise ConfigError(f"--scheduler-cls {named}: it is no class")
     if issubclass(found, AsyncScheduler):
         raise ConfigError(
             f"--scheduler-cls {named}: it schedules ahead, which is for SiPipe's engine to decide: "

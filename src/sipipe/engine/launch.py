@@ -38,7 +38,7 @@ def serve(
     """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
 
     On host ``node`` 1 and up, the host agent, which has the same command line. ``started`` is
-    called with vLLM's arguments once they have passed all checks. Raises ConfigError,
+    called with vLLM's arguments once they have passed all checks, on another host the main host's. Raises ConfigError,
     UnsupportedError, ResourceError: before anything has been started."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
@@ -64,7 +64,7 @@ def serve(
     setup = decide(vllm_config, node)
     announce(setup)
     if node:
-        return run_agent(setup, partial(started, args))
+        return run_agent(setup, met=partial(started, args))
     if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
         check_port(args.host or "", args.port, "choose another --port")
     check_main_host(setup.config.hosts)

@@ -58,10 +58,10 @@ def main() -> int:
         # vLLM's start failed. The interpreter's own end would wait for what that left behind.
         if "See root cause above" not in str(error):
             traceback.print_exc()
-        elif killed := re.search(r"'(\w+)': -(\d+)", str(error)):
-            tell(f"the engine ended while it started: {killed[1]} was killed by signal {killed[2]}")
         elif re.search(r"'\w+': 2\b", str(error)):  # it found the configuration wrong, and said so
             os._exit(2)
+        elif killed := re.search(r"'(\w+)': -(\d+)", str(error)):
+            tell(f"the engine ended while it started: {killed[1]} was killed by signal {killed[2]}")
         os._exit(1)
 
 
@@ -73,8 +73,10 @@ def _started(supervisor: socket.socket, args: Any, agent: bool) -> None:
         return
     # Looked up here: a process forked amid a look-up has its lock for ever.
     here = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+    host = here.get(args.host, args.host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM listens
     # wait: the resolver's own time, as when the port was checked; its answer
-    where = socket.getaddrinfo(here.get(args.host, args.host), args.port, type=socket.SOCK_STREAM)
+    where = socket.getaddrinfo(host, args.port, family, socket.SOCK_STREAM)
     threading.Thread(
         target=_say_served, args=(args, where[0]), name="SiPipeStart", daemon=True
     ).start()

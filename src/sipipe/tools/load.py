@@ -84,7 +84,7 @@ def run(job: Job) -> dict[str, Any]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
         if direct != "*":  # no proxy reaches this server
             direct = f"{direct},127.0.0.1,localhost".lstrip(",")
             os.environ |= {"no_proxy": direct, "NO_PROXY": direct}

@@ -11,6 +11,7 @@ import itertools
 import random
 import zlib
 from collections import deque
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -537,6 +538,14 @@ def test_what_waits_behind_a_prompt_that_may_not_start_is_not_looked_at(ours, co
     assert most <= 4, "one that may not start, and those that ended meanwhile"
     assert engine.scheduler.max_num_active_reqs == 64
     engine.run()
+
+
+def test_what_the_encoder_holds_back_holds_nothing_else_back(ours, configs):
+    """vLLM 0.33 asks for no tokens of it, and goes on."""
+    scheduler = Engine(ours, configs(3, max_num_seqs=8)).scheduler
+    image = SimpleNamespace(status=RequestStatus.WAITING, num_computed_tokens=0)
+    allowance = SimpleNamespace(starts=True, tokens=9, chunk=lambda _, tokens: tokens)
+    assert (scheduler._clip(allowance, image, 0, 0), scheduler.max_num_active_reqs) == (0, 8)
 
 
 def test_a_short_prompt_is_not_cut(ours, configs):

@@ -262,7 +262,7 @@ class PipelineScheduler(Scheduler):
             tokens = num_new_tokens if allowance.tokens else 0
         else:
             tokens = allowance.chunk(start, num_new_tokens)
-        if not tokens and request.status != RequestStatus.RUNNING:
+        if num_new_tokens and not tokens and request.status != RequestStatus.RUNNING:
             # Nor may those behind it: vLLM 0.33 would look at all that wait, 0.32 stops by itself.
             self.max_num_active_reqs = 0
         return tokens
