@@ -26,6 +26,7 @@ def vllm_config(**changes):
             "data_parallel_size_local": 2,
             "data_parallel_backend": "mp",
             "placement_group": None,
+            "pipeline_parallel_size": 2,
             "prefill_context_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "nnodes": 1,
@@ -257,6 +258,14 @@ def test_what_waits_for_tokens_is_not_scheduled_ahead_of_them(changes, reason):
         return
     with pytest.raises(UnsupportedError, match=f"--async-scheduling: not with.*{reason}"):
         compat.schedules_ahead(config, True)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_one_stage_on_cpus_is_not_scheduled_ahead_unless_asked(monkeypatch, cpu):
+    """Its threads are on all cores, and wait for one another."""
+    monkeypatch.setattr(compat.current_platform, "is_cpu", lambda: cpu)
+    config = vllm_config(max_concurrent_batches=2, parallel_config__pipeline_parallel_size=1)
+    assert [compat.schedules_ahead(config, asked) for asked in (None, True)] == [int(not cpu), 1]
 
 
 @pytest.mark.parametrize(

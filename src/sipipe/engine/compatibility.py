@@ -89,7 +89,7 @@ def check_features(vllm_config: VllmConfig) -> None:
 
 def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
     """How many microbatches are scheduled before the tokens that they need have come: vLLM's
-    ``--async-scheduling``, ``asked``; None: as many as may be. Raises UnsupportedError: what was asked
+    ``--async-scheduling``, ``asked``; None: as many as pay. Raises UnsupportedError: what was asked
     for cannot be."""
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
     if (named := vllm_config.scheduler_config.scheduler_cls) is not None:
@@ -106,7 +106,10 @@ def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
     reason = next((reason for reason, holds in against.items() if holds), "")
     if asked and reason:
         raise UnsupportedError(f"--async-scheduling: not with {reason}: leave one of the two out")
-    return int(asked is not False and not reason)
+    # One stage on CPUs has the threads of its products on all cores, which wait for one another where
+    # the engine computes beside them.
+    alone = current_platform.is_cpu() and vllm_config.parallel_config.pipeline_parallel_size == 1
+    return int(not reason and (not alone if asked is None else asked))
 
 
 def _check_scheduler(named: str | type) -> None:
