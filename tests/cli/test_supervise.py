@@ -280,7 +280,7 @@ def serve(*_, started):
 launch.serve = serve
 sys.modules["sipipe.engine.launch"] = launch
 from sipipe.engine import server as front
-sys.exit(server.main())
+sys.exit(front.main())
 """
 
 
