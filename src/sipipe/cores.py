@@ -152,7 +152,7 @@ def plan_cores(
     if placement == "off":
         count = max(1, min(most, spare - 1)) if samplers == "auto" else samplers
         return _placed((), CorePlacement(), stages, tensor_parallel, count)
-    only = device == "cpu" and workers == 1 and len(cores) <= 2
+    only = device == "cpu" and alone(cores, workers)
     if spare <= 0 or only:  # workers in turn over the cores, samplers and scheduler on any
         turns = [places[index % len(places)].cpus for index in range(workers)]
         if only:
@@ -200,6 +200,11 @@ def plan_cores(
         scheduler=cpus_of(units[-1:] if samplers else units),
         shared=rest == units and samplers != 0,
     )
+
+
+def alone(cores: Sequence[Core], workers: int) -> bool:
+    """Whether a CPU engine's only worker has all cores, and samplers and scheduler are beside it."""
+    return workers == 1 and len(cores) <= 2
 
 
 def equal_shares(cores: Sequence[Core], workers: int) -> str:

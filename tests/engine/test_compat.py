@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sipipe.config import SiPipeConfig
+from sipipe.cores import Core
 from sipipe.engine import compatibility as compat
 from sipipe.errors import ConfigError, UnsupportedError
 
@@ -26,7 +27,7 @@ def vllm_config(**changes):
             "data_parallel_size_local": 2,
             "data_parallel_backend": "mp",
             "placement_group": None,
-            "pipeline_parallel_size": 2,
+            "world_size": 2,
             "prefill_context_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "nnodes": 1,
@@ -260,12 +261,18 @@ def test_what_waits_for_tokens_is_not_scheduled_ahead_of_them(changes, reason):
         compat.schedules_ahead(config, True)
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_one_stage_on_cpus_is_not_scheduled_ahead_unless_asked(monkeypatch, cpu):
+@pytest.mark.parametrize(
+    ("cpu", "workers", "cores", "ahead"),
+    [(True, 1, 2, 0), (True, 1, 4, 1), (True, 2, 2, 1), (False, 1, 2, 1)],
+)
+def test_beside_an_only_worker_nothing_is_scheduled_ahead_unless_asked(
+    monkeypatch, cpu, workers, cores, ahead
+):
     """Its threads are on all cores, and wait for one another."""
     monkeypatch.setattr(compat.current_platform, "is_cpu", lambda: cpu)
-    config = vllm_config(max_concurrent_batches=2, parallel_config__pipeline_parallel_size=1)
-    assert [compat.schedules_ahead(config, asked) for asked in (None, True)] == [int(not cpu), 1]
+    monkeypatch.setattr(compat, "this_machine", lambda: [Core((cpu,)) for cpu in range(cores)])
+    config = vllm_config(max_concurrent_batches=2, parallel_config__world_size=workers)
+    assert [compat.schedules_ahead(config, asked) for asked in (None, True)] == [ahead, 1]
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ def _check_path(model: str, option: str) -> None:
         found = path.exists()
         if found and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except (
-        OSError
-    ) as error:  # above it is what this user may not look into, or the name is too long
+    except OSError as error:  # or above it is what may not be looked into, or its name is too long
         raise ConfigError(f'{option} "{model}" cannot be read: {error.strerror}') from None
     if "/" in model and "://" not in model and not found:
         beside: list[str] = []

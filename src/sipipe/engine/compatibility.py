@@ -11,6 +11,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sipipe.config import SiPipeConfig
+from sipipe.cores import alone, this_machine
 from sipipe.engine.speculation import check_speculation
 from sipipe.errors import ConfigError, UnsupportedError
 
@@ -106,10 +107,10 @@ def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
     reason = next((reason for reason, holds in against.items() if holds), "")
     if asked and reason:
         raise UnsupportedError(f"--async-scheduling: not with {reason}: leave one of the two out")
-    # One stage on CPUs has the threads of its products on all cores, which wait for one another where
-    # the engine computes beside them.
-    alone = current_platform.is_cpu() and vllm_config.parallel_config.pipeline_parallel_size == 1
-    return int(not reason and (not alone if asked is None else asked))
+    # The threads of a worker's products wait for one another where the engine computes beside them.
+    workers = vllm_config.parallel_config.world_size
+    costs = current_platform.is_cpu() and alone(this_machine(), workers)
+    return int(not reason and (not costs if asked is None else asked))
 
 
 def _check_scheduler(named: str | type) -> None:

@@ -82,17 +82,10 @@ def kv_cache_bytes(nodes: list[int], weights: int) -> int:
     """Bytes of KV cache for each worker, a whole number of MiB, by the workers' NUMA ``nodes``. Each
     loads an equal part of the model's ``weights``, in bytes. Raises ResourceError: a node, or the
     container, has no room for these themselves."""
-    shares, places = (
-        [],
-        [
-            (
-                f"memory node {node}",
-                workers,
-                cpu_resource_utils.get_memory_node_info(node).available_memory,
-            )
-            for node, workers in Counter(nodes).items()
-        ],
-    )
+    shares, places = [], []
+    for node, workers in Counter(nodes).items():
+        room = cpu_resource_utils.get_memory_node_info(node).available_memory
+        places.append((f"memory node {node}", workers, room))
     if (limit := group_limit()) is not None:  # of all nodes together
         places.append(("this container", len(nodes), limit - (group_used() or 0)))
     for place, workers, available in places:

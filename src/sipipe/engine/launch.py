@@ -38,8 +38,8 @@ def serve(
     """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
 
     On host ``node`` 1 and up, the host agent, which has the same command line. ``started`` is
-    called with vLLM's arguments once they have passed all checks, on another host the main host's. Raises ConfigError,
-    UnsupportedError, ResourceError: before anything has been started."""
+    called with vLLM's arguments once they have passed all checks, there the main host's too. Raises
+    ConfigError, UnsupportedError, ResourceError: before anything has been started."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     begin()
