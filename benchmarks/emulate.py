@@ -4,9 +4,10 @@
     python -m benchmarks.emulate --profile deepseek-v3-32xh200 --pp 4 --requests 1 --tokens 1 --prompt-tokens 131072
     python -m benchmarks.emulate --ablate [TEXT]    the paper's techniques (benchmarks.emulation.ablation)
 
-vLLM's scheduler, SiPipe's executor, channels, links and samplers run as they do with GPUs; a device
+SiPipe's scheduler, executor, channels, links and samplers run as they do with GPUs; a device
 only takes the time that the data sheets' model (sipipe plan) gives. So it says what SiPipe itself
 adds to a pipeline, and nothing of a GPU's speed or of a gain over another engine (docs/emulation.md).
+With one stage, on one or two cores, give --async-scheduling: a GPU's has it by itself.
 """
 
 import argparse
