@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sipipe import halves
 from sipipe.errors import ResourceError
 from sipipe.tools import smollm2
 from sipipe.tools.load import SAMPLING
 
 MODELS = Path("build/models")
-STAGES = ("--pp", "2", "--max-model-len", "2048")
+STAGES = ["--pp", "2", "--max-model-len", "2048"]
 ASKED = (
     ("greedy", "Why do bees make honey? Answer in one sentence."),
     ("chat", "Write a short story about a fox, in two sentences."),
@@ -43,6 +44,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends, as at Ctrl-C
     step("the model")
     model = checkpoint()
+    if halves.slow():
+        print(halves.HINT)
+        STAGES.extend(["--dtype", "float32"])
     step(f"{model.name} in 2 stages through SiPipe, on CPU; the first start takes minutes")
     with server(model) as port:
         for name, asked in ASKED:

@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from sipipe import halves
 from sipipe.cli import main
 from sipipe.cores import CorePlan, cpus_of, this_machine
 from sipipe.engine import arguments, kv_memory, launch, plugin, setup
@@ -117,6 +118,17 @@ def test_a_wrong_setting_ends_vllms_commands_in_one_line_and_raises_in_python(
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("sipipe: ")
     assert "sampler" in said[-1]
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_cpu_without_instructions_for_bfloat16_is_named(model, monkeypatch, slow):
+    if not arguments.current_platform.is_cpu():
+        pytest.skip("a CUDA build of vLLM")
+    monkeypatch.setattr(halves, "slow", lambda: slow)
+    for dtype in ("bfloat16", "float32"):
+        lines = decide(config_of(model, "--dtype", dtype, "--max-model-len", "256")).describe()
+        named = [line for line in lines if halves.HINT in line]
+        assert named == ([f"bfloat16: {halves.HINT}"] if slow and dtype == "bfloat16" else [])
 
 
 def test_replicas_share_memory_and_cores_as_is_decided_before_they_start(model):

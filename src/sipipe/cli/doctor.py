@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
+from sipipe import halves
 from sipipe._version import __version__
 from sipipe.cli.advice import best_degrees, gpus_here, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
@@ -123,6 +124,8 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
     yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
     total, free = psutil.virtual_memory().total / 2**30, free_bytes() / 2**30
     yield Finding("memory", "ok", f"{total:,.1f} GiB, {free:,.1f} GiB may be used")
+    if halves.slow():
+        yield Finding("dtypes", "warning", halves.HINT)
     yield _kernel(platform.release())
     for index, line in enumerate(gpus):
         yield Finding(f"GPU {index}", "ok", line)

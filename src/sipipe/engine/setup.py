@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
+from sipipe import halves
 from sipipe.config import CorePlacement, SiPipeConfig
 from sipipe.cores import (
     CorePlan,
@@ -125,12 +126,14 @@ class Setup:
         little shared memory."""
         budget = memory_budget(self)
         check_budget(budget)
-        runner = ""
+        device = ""
         if not current_platform.is_cpu():
-            runner = (
+            device = (
                 "SiPipe has run on one GPU only, where stock vLLM was quicker with one stage "
                 "(docs/gpu.md)"
             )
+        elif self.dtype != "float32" and halves.slow():
+            device = f"{self.dtype}: {halves.HINT}"
         cores: tuple[str, ...] = self.cores.describe(
             self.here[0], elsewhere=self.here[-1] < self.stages - 1
         )
@@ -149,7 +152,7 @@ class Setup:
                 by_cost=not self.reason and not self.vocabulary.parts,
             ),
             str(self.vocabulary),
-            runner,
+            device,
         ]
         if (replicas := self.vllm_config.replicas) > 1:
             number = self.vllm_config.parallel_config.data_parallel_index

@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sipipe import halves
+
 
 def machine() -> dict[str, Any]:
     """The hardware, the software and the date that a figure belongs to."""
@@ -19,6 +21,8 @@ def machine() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
         model = next(named, model)
+    if halves.slow():
+        model += " without AVX-512"
     found = {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
