@@ -375,6 +375,7 @@ def test_drafts_by_prompt_lookup_need_no_further_word(model, words, monkeypatch)
 def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys, monkeypatch):
     decided = decide(config_of(model, "-pp", "2", "--max-model-len", "256"))
     first = decided.cores.workers[0][0]
+    monkeypatch.setattr(halves, "slow", lambda: False)
     monkeypatch.setattr(setup, "claimed", lambda: {first[0], 4000})
     launch.announce(decided)
     assert f"another engine is bound to {first[0]} too" in capsys.readouterr().err
