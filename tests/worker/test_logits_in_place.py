@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.vllm")
 
 from vllm import _custom_ops as ops  # noqa: E402
 
+from sipipe import halves  # noqa: E402
 from sipipe.worker.logits import StageLogits  # noqa: E402
 
 HIDDEN, VOCAB = 64, 320
@@ -34,6 +35,8 @@ def stage_logits(project: Any) -> StageLogits:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 32])
 def test_vllm_s_projection_lands_where_it_should(dtype, rows):
+    if dtype == torch.bfloat16 and halves.slow():
+        pytest.skip("oneDNN has no bfloat16 here, and vLLM multiplies by torch")
     weight = torch.randn(VOCAB, HIDDEN, dtype=dtype)
     handler = ops.create_onednn_mm(weight.t(), 32)
     logits = stage_logits(lambda hidden: ops.onednn_mm(handler, hidden, None))
