@@ -59,7 +59,7 @@ def cache_key(package: str) -> str:
 @cache
 def cache_directory(package: str) -> Path:
     """The directory of ``package``'s compiled kernels: under ``SIPIPE_CACHE_DIR`` if set, else the
-    user's cache directory; where that cannot be written, the system's temporary one."""
+    user's cache directory; where that cannot be written and has none, the system's temporary one."""
     key = cache_key(package)
     named = os.environ.get("SIPIPE_CACHE_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -72,8 +72,8 @@ def cache_directory(package: str) -> Path:
         with contextlib.suppress(OSError, RuntimeError):
             directory = base.expanduser()
             directory.mkdir(parents=True, exist_ok=True)
-            if all(_is_private(directory := directory / part) for part in parts) and os.access(
-                directory, os.W_OK
+            if all(_is_private(directory := directory / part) for part in parts) and (
+                os.access(directory, os.W_OK) or any(directory.glob("*.nbi"))
             ):
                 return directory
     directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
@@ -137,10 +137,15 @@ class _Cache(FunctionCache):
         except Exception as error:  # whatever a file of any content raises as it is unpickled
             found, files = None, f"{self._cache_file._index_path[:-4]}.nb[ci]"
             tell(f"a file of {files} is damaged ({type(error).__name__}: {error}): compiled anew")
-            self.flush()
+            with contextlib.suppress(OSError):  # it may be read only
+                self.flush()
         if found is None:
             _say_that_it_takes_time(self._py_func.__module__.rpartition(".")[0])
         return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with contextlib.suppress(OSError):  # no room, or no more: it stays in memory
+            super().save_overload(sig, data)
 
 
 @cache
@@ -199,11 +204,14 @@ def compiling(package: str) -> Iterator[None]:
     process that dies frees the lock (``flock``). One that is stopped does not: after ``PATIENCE``
     seconds the others compile for themselves."""
     deadline = time.monotonic() + PATIENCE
-    with open(cache_directory(package) / "lock", "w") as file:
-        while time.monotonic() < deadline:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            # wait: `PATIENCE`, then it compiles for itself; who compiles, or its death
-            time.sleep(0.05)
+    with contextlib.ExitStack() as opened:
+        # OSError: it was written before and can no more, or its file system has no locks.
+        with contextlib.suppress(OSError):
+            file = opened.enter_context(open(cache_directory(package) / "lock", "w"))
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                # wait: `PATIENCE`, then it compiles for itself; who compiles, or its death
+                time.sleep(0.05)
         yield

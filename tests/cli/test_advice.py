@@ -40,3 +40,15 @@ def test_a_cpus_workers_have_the_cores_of_the_plan(machine):
     of_four = max(c.throughput for c in advice.on_host(facts, "cpu", 1, machine(4), 1))
     of_two = max(c.throughput for c in advice.on_host(facts, "cpu", 1, machine(2), 1))
     assert of_four / of_two == pytest.approx(3 / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_two_stages_of_one_core_have_no_more_of_it_than_one(monkeypatch, threads):
+    core = [Core(tuple(range(threads)))]
+    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: set(range(threads)))
+    facts = load_model("qwen3-0.6b")
+    one, two = (
+        max(c.throughput for c in advice.on_host(facts, "cpu", devices, core, 16))
+        for devices in (1, 2)
+    )
+    assert one >= two

@@ -165,6 +165,22 @@ def test_a_kernel_that_lets_sleepers_wait_is_named(capsys, vllm, monkeypatch, re
     assert (found["kernel"]["state"], found["kernel"]["text"].split(": ")[0]) == (state, release)
 
 
+def test_what_a_machine_lacks_without_which_nothing_runs(capsys, vllm, monkeypatch):
+    assert "libnuma" not in report(capsys)[1]
+
+    def missing(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", missing)
+    monkeypatch.setattr(doctor, "pidfd_open", missing)
+    status, found = report(capsys)
+    assert status == 1
+    assert "apt install libnuma1" in found["libnuma"]["text"]
+    assert "Linux 5.3 or later" in found["kernel"]["text"]
+    vllm(InstalledVllm("vllm", "0.32.0"))
+    assert "libnuma" not in report(capsys)[1]
+
+
 def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
     monkeypatch.setattr(doctor, "gpus_here", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])

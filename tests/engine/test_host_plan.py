@@ -157,6 +157,14 @@ def test_ports_are_looked_at_before_a_model_is_loaded():
         check_main_host(HostSettings(count=2, address="192.0.2.1", port=port))
 
 
+def test_a_main_host_that_its_own_name_takes_to_itself_is_refused(monkeypatch):
+    """As Debian's installer writes it into /etc/hosts."""
+    monkeypatch.setattr(module, "resolve", lambda *_: "127.0.1.1")
+    with pytest.raises(ConfigError, match=r"--master-addr node0 is 127\.0\.1\.1 on this host"):
+        check_main_host(HostSettings(count=2, address="node0", port=free_port()))
+    check_main_host(HostSettings(count=2, address="127.0.1.1", port=free_port()))
+
+
 def test_what_differs_is_named():
     main = {"vLLM": "0.32.0", "--dtype": "float32"}
     assert not difference(main, dict(main))

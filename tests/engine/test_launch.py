@@ -1,6 +1,7 @@
 """What the command line makes of vLLM's arguments, before any engine starts."""
 
 import argparse
+import dataclasses
 import io
 import pickle
 import socket
@@ -23,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sipipe import halves
 from sipipe.cli import main
-from sipipe.cores import CorePlan, cpus_of, this_machine
+from sipipe.cores import Core, CorePlan, cpus_of, this_machine
 from sipipe.engine import arguments, kv_memory, launch, plugin, setup
 from sipipe.engine.executor import Executor
 from sipipe.engine.memory_budget import memory_budget
@@ -129,6 +130,20 @@ def test_a_cpu_without_instructions_for_bfloat16_is_named(model, monkeypatch, sl
         lines = decide(config_of(model, "--dtype", dtype, "--max-model-len", "256")).describe()
         named = [line for line in lines if halves.HINT in line]
         assert named == ([f"bfloat16: {halves.HINT}"] if slow and dtype == "bfloat16" else [])
+
+
+def test_a_worker_whose_cores_are_of_several_numa_nodes_is_named(model, monkeypatch):
+    if not arguments.current_platform.is_cpu():
+        pytest.skip("a CUDA build of vLLM")
+    decided = decide(config_of(model, "--max-model-len", "256"))
+    cpus = (*decided.cores.workers[0][0], 4000)
+    both = dataclasses.replace(
+        decided, cores=dataclasses.replace(decided.cores, workers=((cpus,),))
+    )
+    for nodes, named in ((1, 0), (2, 1)):
+        cores = [Core((cpu,), index * nodes // len(cpus)) for index, cpu in enumerate(cpus)]
+        monkeypatch.setattr(kv_memory, "this_machine", lambda cores=cores: cores)
+        assert sum("several NUMA nodes" in line for line in both.describe()) == named
 
 
 def test_replicas_share_memory_and_cores_as_is_decided_before_they_start(model):

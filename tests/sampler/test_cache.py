@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -188,6 +190,38 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up(monkeypatch
     monkeypatch.setattr(jit, "PATIENCE", 0.1)
     with jit.compiling(KERNELS), jit.compiling(KERNELS):
         pass
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_stops_nobody(monkeypatch, error):
+    def flock(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(jit.fcntl, "flock", flock)
+    with jit.compiling(KERNELS):
+        pass
+
+
+def test_kernels_of_an_image_that_can_only_be_read_are_taken(monkeypatch):
+    directory = jit.cache_directory(KERNELS)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    forget()
+    assert jit.cache_directory(KERNELS) != directory, "there is nothing to take"
+    (directory / "draw.nbi").touch()
+    forget()
+    assert jit.cache_directory(KERNELS) == directory
+    monkeypatch.setattr("builtins.open", Mock(side_effect=OSError(errno.EROFS, "read only")))
+    with jit.compiling(KERNELS):
+        pass
+
+
+def test_a_full_disk_costs_only_what_is_not_kept(tmp_path):
+    code = "import os\nfrom numba.core.caching import IndexDataCacheFile as files\n"
+    code += "def full(*_): raise OSError(28, 'No space left on device')\nfiles.save = full\n"
+    package = copied(tmp_path / "site")
+    printed, _ = run(package, code + DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))
+    assert 0.0 <= float(printed) < 1.0
+    assert not [*(tmp_path / "cache").rglob("*.nbc")]
 
 
 @pytest.fixture(scope="module")

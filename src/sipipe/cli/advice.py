@@ -37,7 +37,7 @@ def on_host(
     kind = device(name, memory_gib=memory_gib, parts=devices)
     if name == "cpu":  # stated of an even share of all cores
         (workers,) = {len(rank) for rank in plan_cores(cores, stages=devices).workers[0]}
-        part = workers * devices / len(os.sched_getaffinity(0))
+        part = min(workers * devices, len(cores)) / len(os.sched_getaffinity(0))
         kind = replace(kind, memory_gbs=kind.memory_gbs * part, bf16_tflops=kind.bf16_tflops * part)
     workload = Workload(input=200, output=200, fixed_batch=load)
     cluster = Cluster(

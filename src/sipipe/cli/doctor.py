@@ -4,6 +4,7 @@ Findings are gathered without importing vLLM here; whether it can be imported at
 a process of its own, because that takes seconds and may crash.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
 from sipipe.cores import cpus_of, format_cpus, plan_cores, quota, this_machine
 from sipipe.ipc.memory import free_bytes
+from sipipe.linux import pidfd_open
 from sipipe.tools.planner.models import load_model
 from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, installed_vllm
 
@@ -85,6 +87,12 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
         yield Finding("vLLM", "error", f"{build}: SiPipe supports {', '.join(SUPPORTED_VLLM)}")
     if try_import:
         yield _import_vllm()
+    if vllm.device == "cpu":
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError:
+            missing = "libnuma.so.1 is missing: apt install libnuma1, or dnf install numactl-libs"
+            yield Finding("libnuma", "error", missing)
     name = os.environ.get("CXX", "g++")
     if compiler := shutil.which(name):
         yield Finding("compiler", "ok", compiler)
@@ -134,7 +142,14 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
 
 
 def _kernel(release: str) -> Finding:
-    """Whether it knows the slices that run_soon() asks for."""
+    """Whether it has what SiPipe needs, and the slices that run_soon() asks for."""
+    try:
+        os.close(pidfd_open(os.getpid()))
+    except OSError as error:
+        text = (
+            f"{release}: no pidfd_open ({error.strerror}), which SiPipe needs: Linux 5.3 or later"
+        )
+        return Finding("kernel", "error", text)
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers and tuple(map(int, numbers.groups())) >= (6, 12):
         return Finding("kernel", "ok", release)

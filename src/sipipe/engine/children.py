@@ -34,6 +34,7 @@ from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.ipc.child import start_child
 from sipipe.ipc.errors import LinkClosedError
 from sipipe.ipc.parent import end_this_process
+from sipipe.linux import pidfd_open
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
 
@@ -51,7 +52,7 @@ class Child:
         self.name = name
         self.process = process
         self.pipe: Connection | None = pipe
-        self.descriptor = os.pidfd_open(process.pid)
+        self.descriptor = pidfd_open(process.pid)
         """Readable once the process has ended."""
         self.asked = False
         """Whether the child was asked to end."""

@@ -105,6 +105,11 @@ def check_main_host(hosts: HostSettings) -> None:
     """Refuse to be the main host where its ports cannot be listened on, before a model is loaded."""
     for node in range(1, hosts.count):
         address = resolve(hosts.address, "--master-addr")
+        if address.startswith("127.") and hosts.address not in (address, "localhost"):
+            raise ConfigError(
+                f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no other "
+                "host comes: give its address in a network that all are in"
+            )
         check_port(address, control_port(hosts, node), OTHER_PORT)
 
 

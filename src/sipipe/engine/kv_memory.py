@@ -9,13 +9,14 @@ same by every way to start an engine. What the user has said counts.
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 
 from vllm import EngineArgs, envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
-from sipipe.cores import CorePlan
+from sipipe.cores import CorePlan, this_machine
 from sipipe.engine.checkpoint import weight_bytes
 from sipipe.engine.layers.choose import model_facts
 from sipipe.errors import ConfigError, ResourceError
@@ -122,3 +123,9 @@ def worker_nodes(*plans: CorePlan) -> list[int]:
     visible = cpu_resource_utils.get_visible_memory_node()
     nodes = [node_of.get(min(cpus or node_of), visible[0]) for cpus in ranks]
     return [node if node in visible else visible[0] for node in nodes]
+
+
+def spans_nodes(plan: CorePlan) -> bool:
+    """Whether a worker has cores of several NUMA nodes."""
+    nodes = {cpu: core.node for core in this_machine() for cpu in core.cpus}
+    return any(len({nodes.get(cpu) for cpu in rank}) > 1 for rank in chain(*plan.workers))

@@ -38,7 +38,7 @@ from sipipe.cores import (
 from sipipe.engine import compatibility
 from sipipe.engine.compatibility import STOCK_WORKERS
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
-from sipipe.engine.kv_memory import share_kv_memory
+from sipipe.engine.kv_memory import share_kv_memory, spans_nodes
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
@@ -126,14 +126,15 @@ class Setup:
         little shared memory."""
         budget = memory_budget(self)
         check_budget(budget)
-        device = ""
+        notes = []
         if not current_platform.is_cpu():
-            device = (
-                "SiPipe has run on one GPU only, where stock vLLM was quicker with one stage "
-                "(docs/gpu.md)"
-            )
+            slower = "SiPipe has run on one GPU only, where stock vLLM was quicker with one stage"
+            notes.append(f"{slower} (docs/gpu.md)")
         elif self.dtype != "float32" and halves.slow():
-            device = f"{self.dtype}: {halves.HINT}"
+            notes.append(f"{self.dtype}: {halves.HINT}")
+        if current_platform.is_cpu() and spans_nodes(self.cores):
+            spans = "A worker has cores of several NUMA nodes, and its memory on one"
+            notes.append(f"{spans}: as many workers as nodes may be quicker (--pp, --tp)")
         cores: tuple[str, ...] = self.cores.describe(
             self.here[0], elsewhere=self.here[-1] < self.stages - 1
         )
@@ -152,7 +153,7 @@ class Setup:
                 by_cost=not self.reason and not self.vocabulary.parts,
             ),
             str(self.vocabulary),
-            device,
+            *notes,
         ]
         if (replicas := self.vllm_config.replicas) > 1:
             number = self.vllm_config.parallel_config.data_parallel_index

@@ -20,6 +20,7 @@ import msgspec
 from sipipe.control_groups import control_groups
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import PeerDiedError
+from sipipe.linux import memfd_create
 
 PAGE = mmap.PAGESIZE
 _IDENTITY_BYTES = 16
@@ -65,7 +66,7 @@ class SharedMemory:
         size = round_up(size, PAGE)
         check_room(size, f"channel {channel} ({size / 2**20:,.1f} MiB)")
         try:
-            fd = os.memfd_create(f"sipipe-{channel}", os.MFD_CLOEXEC)
+            fd = memfd_create(f"sipipe-{channel}")
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError:

@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from sipipe.linux import pidfd_open
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import ASK_STATUS, Status
 
@@ -126,7 +127,7 @@ def end_after_starter() -> None:
 
 @cache
 def _watch_starter() -> None:
-    starter = os.pidfd_open(os.getppid())
+    starter = pidfd_open(os.getppid())
 
     def watch() -> None:
         wait([starter])  # wait: none; the end of the process that started this one

@@ -37,13 +37,13 @@ def own_sockets() -> Iterator[None]:
 def leave_reason(reason: str) -> None:
     """In the engine: why it ends, for who started the server, if that has a directory of its own."""
     with suppress(OSError):
-        _reason().write_text(reason)
+        _reason().write_text(reason, "utf-8", "replace")
 
 
 def take_reason() -> str:
     """What the last engine has left; empty if it left nothing."""
     with suppress(OSError):
-        reason = _reason().read_text()
+        reason = _reason().read_text("utf-8", "replace")
         _reason().unlink()
         return reason
     return ""

@@ -37,6 +37,7 @@ import msgspec
 import psutil
 
 from sipipe.ipc.sockets import open_own
+from sipipe.linux import memfd_create
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
@@ -155,7 +156,7 @@ class LivePage:
     @classmethod
     def create(cls, header: PageHeader) -> LivePage:
         """A new page with all figures 0; the caller (the executor) owns it until ``close``."""
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        descriptor = memfd_create(_NAME)
         os.ftruncate(descriptor, header.size)
         memory = mmap.mmap(descriptor, 0)
         memory[8:_HEADER] = msgspec.json.encode(header).ljust(_HEADER - 8)

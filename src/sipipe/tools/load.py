@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.linux import memfd_create
 from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
@@ -88,7 +89,7 @@ def run(job: Job) -> dict[str, Any]:
         if direct != "*":  # no proxy reaches this server
             direct = f"{direct},127.0.0.1,localhost".lstrip(",")
             os.environ |= {"no_proxy": direct, "NO_PROXY": direct}
-        log = os.memfd_create("server.log")
+        log = memfd_create("server.log")
         server = subprocess.Popen(
             [*job.command, "--host", "127.0.0.1", "--port", str(port)],
             env={**os.environ, **job.env},

@@ -19,6 +19,7 @@ import struct
 from typing import NamedTuple
 
 from sipipe.ipc.errors import PeerDiedError
+from sipipe.linux import pidfd_open
 
 _FIELDS = struct.Struct("<BQQIQ")
 HEADER_BYTES = _FIELDS.size
@@ -74,7 +75,7 @@ class PacketConnection:
         if pid != os.getpid() and self._pidfd < 0:
             # Gone already, and so is its end of the socket; or no process's number at all.
             with contextlib.suppress(OSError, OverflowError):
-                self._pidfd = os.pidfd_open(pid)
+                self._pidfd = pidfd_open(pid)
                 self._poll.register(self._pidfd, select.POLLIN)
 
     def send(self, packet: bytes, descriptor: int | None = None) -> None:

@@ -29,6 +29,7 @@ from sipipe.errors import ResourceError, UnsupportedError
 from sipipe.ipc.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.ipc.link.packets import HEADER_BYTES, Header, Kind, PacketConnection, pack, unpack
 from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
+from sipipe.linux import memfd_create
 from sipipe.messages.link import LinkEndpoint
 
 QUICK_BYTES = 256 << 10
@@ -108,7 +109,7 @@ class ShmSending:
     def _make_room(self, total: int) -> None:
         endpoint, descriptor = self._endpoint, -1
         try:
-            descriptor = os.memfd_create("sipipe-link", os.MFD_CLOEXEC)
+            descriptor = memfd_create("sipipe-link")
             os.ftruncate(descriptor, total)
             memory = torch.frombuffer(_map(descriptor, total), dtype=torch.uint8)
             self._connection.send(MEMORY, descriptor)
