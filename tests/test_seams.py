@@ -218,7 +218,7 @@ ATTRIBUTES = {
         "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict "
         "prompt_token_id_logprobs_dict kv_connector_output pooler_output"
     ),
-    "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason",
+    "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason num_nans_in_logits",
     "vllm.outputs:CompletionOutput": "finish_reason stop_reason",
     "vllm.v1.outputs:LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (

@@ -1,5 +1,6 @@
 """Which options are refused, and which have vLLM's sampler draw; no engine is started."""
 
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +210,14 @@ def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
 def test_what_samplers_cannot_serve_is_vllms_samplers(changes, settings, reason):
     found = compat.why_not_samplers(vllm_config(**changes), SiPipeConfig.from_dict(settings))
     assert reason in found
+
+
+def test_installed_logits_processors_are_vllms_samplers(monkeypatch):
+    config = vllm_config()
+    assert compat.why_not_samplers(config, SiPipeConfig()) == ""
+    installed = {"vllm.logits_processors": [EntryPoint("safety", "a:B", "vllm.logits_processors")]}
+    monkeypatch.setattr(compat, "entry_points", lambda group: installed[group])
+    assert "installed logits processors (safety)" in compat.why_not_samplers(config, SiPipeConfig())
 
 
 @pytest.mark.parametrize("cpu", [False, True])

@@ -3,7 +3,9 @@
 On the CPU build it is vLLM's PyTorch sampler; its Triton one is in test_second_runner.py.
 """
 
+import os
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from tests.engine import test_features as features
@@ -79,8 +81,16 @@ def test_preemption_and_chunks_of_seeded_prompts(models, stages, ranks):
     assert tokens(said[3]) == tokens(run_engine(path, [chunked], **whole)[0])
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_custom_logits_processors_equal_stock(models, stages):
+@pytest.mark.parametrize(
+    ("stages", "installed"),
+    [
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_custom_logits_processors_equal_stock(models, tmp_path, stages, installed):
+    """Named by an option, or brought by a package, of which nobody says anything."""
     path = model(models)
     params = greedy(12, shortest=8, longest=20)
     for one, multiple in zip(params, [3, 5, 0] * 4, strict=True):
@@ -88,10 +98,19 @@ def test_custom_logits_processors_equal_stock(models, stages):
     batches = [{"prompts": prompts(12, longest=200, seed=8), "params": params}]
     custom = {"logits_processors": ["only_some:OnlySome"]}
     settings = shared(stages, 1) | custom
+    if installed:
+        package = tmp_path / "somebodys-1.0.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
+        only_some = "[vllm.logits_processors]\nonly_some = only_some:OnlySome\n"
+        (package / "entry_points.txt").write_text(only_some)
+        paths = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        settings = shared(stages, 1) | {"env": {"PYTHONPATH": os.pathsep.join(paths)}}
     with Engine(path, **settings) as engine:
         said = engine.run(batches)
         log = engine.log.read_text()
-    assert "vLLM's sampler draws on the last stage: custom logits processors" in log
+    kind = "installed" if installed else "custom"
+    assert f"vLLM's sampler draws on the last stage: {kind} logits processors" in log
     assert f"{stages + 1} microbatches in flight" in log
     assert_stock(said, path, batches, **custom)
 

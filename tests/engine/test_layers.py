@@ -147,6 +147,14 @@ def test_the_last_stage_keeps_it_where_it_was_asked_to_or_alone(engine_config):
     assert vocabulary(engine_config, (8,)) == ((), (8,), "")
 
 
+def test_weights_that_an_extension_may_change_are_on_the_last_stage(engine_config, monkeypatch):
+    monkeypatch.setattr(engine_config.parallel_config, "worker_extension_cls", "a.B")
+    parts, _, said = vocabulary(engine_config)
+    assert parts == ()
+    assert "--worker-extension-cls" in said
+    assert vocabulary(engine_config, vocabulary="shared")[0] == (0.5, 0.5)
+
+
 def test_auto_shares_only_what_is_worth_it(engine_config, monkeypatch):
     monkeypatch.setattr("sipipe.engine.layers.vocabulary.WORTH_SHARING", 1.5)
     parts, layers, said = vocabulary(engine_config)

@@ -40,6 +40,14 @@ def tokens(server, batch):
         ]
 
 
+def said(server, asked):
+    """The texts of a completion."""
+    body, kind = json.dumps({"model": servers.MODEL, **asked}), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.address}/v1/completions", body.encode(), kind)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return [choice["text"] for choice in json.load(answer)["choices"]]
+
+
 def figures(server, name):
     """By engine, the sum of a metric's values."""
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as answer:
@@ -69,6 +77,10 @@ def test_replicas_of_two_stages_equal_stock_and_end_together(models, tmp_path, d
         drawn = figures(server, "sipipe_tokens_total")
         assert set(drawn) == {"0", "1"}
         assert all(drawn.values())
+        # Its two answers come from both replicas: the same arrival of each.
+        pair = {"prompt": [5, 6, 7], "n": 2, "max_tokens": 16, "temperature": 1, "ignore_eos": True}
+        for answers in (said(server, pair) for _ in range(3)):
+            assert answers[0] != answers[1]
         # One dead engine ends a server of vLLM's.
         server.find("Worker_PP1").send_signal(signal.SIGKILL)
         wait_until(lambda: health(server.address) == 0)

@@ -4,6 +4,8 @@ Tokens are drawn by the CPU samplers, or, for the options below, by vLLM's sampl
 chosen once, at start-up, and logged. docs/compatibility.md is the user's view of the tables below.
 """
 
+from importlib.metadata import entry_points
+
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -160,6 +162,11 @@ def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     return reason
 
 
+def installed_processors() -> list[str]:
+    """Names of the logits processors that packages bring, which vLLM takes without being asked."""
+    return sorted(found.name for found in entry_points(group="vllm.logits_processors"))
+
+
 def device_may_draw() -> bool:
     """Whether the last stage's device has the kernels of the sampler of vLLM's second runner, which a
     CPU has only with Triton: it can draw beside CPU samplers."""
@@ -193,6 +200,8 @@ def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return 'the sipipe config says "cpu_sampling": "off"'
     if model.logits_processors:
         return "custom logits processors (--logits-processors) run in vLLM's own sampler"
+    if found := installed_processors():
+        return f"installed logits processors ({', '.join(found)}) run in vLLM's own sampler"
     if model.return_sampling_mask:
         return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
     if vllm_config.watermark_config is not None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-CHANGE_WEIGHTS = ("reload_weights", "start_weight_update", "update_weights")
+CHANGE_WEIGHTS = ("reload_weights", "reset_weights", "start_weight_update", "update_weights")
 
 
 @contextmanager
@@ -122,6 +122,11 @@ class Executor(VllmExecutor):
             raise ConfigError(
                 f"{method}: every stage has rows of the output projection, which would not change: "
                 'set "vocabulary": "last" in the sipipe config'
+            )
+        if self._shares and (method == "apply_model" or not isinstance(method, str)):
+            logger.warning(
+                "a function may change the output projection, of which every stage has rows: these "
+                'would not change; if it does, set "vocabulary": "last" in the sipipe config'
             )
         pipeline = self._usable()
         if self._started:

@@ -33,6 +33,7 @@ from sipipe.engine.stall import StallClock, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.hosts import WaitLoaded
+from sipipe.messages.params import derive_seed
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, KVReport, Replacing, Reply, Status, Trying
 from sipipe.messages.step import Snapshot
@@ -76,9 +77,11 @@ class Pipeline:
         self._stall = StallWatch(
             self.iterations, self.calls, workers, self._ask, self._clock, bound, self.failed, show
         )
-        model = setup.vllm_config.model_config
+        model, seed = setup.vllm_config.model_config, setup.vllm_config.model_config.seed or 0
+        # Else two replicas would draw the same for the same arrival.
+        replica = setup.vllm_config.parallel_config.data_parallel_index
         self._tracker = RequestTracker(
-            engine_seed=model.seed or 0,
+            engine_seed=derive_seed(seed, f"replica {replica}") if replica else seed,
             balancer=Balancer(max(1, self._samplers), vocab_size=model.get_vocab_size()),
         )
         self._loaded = False

@@ -103,6 +103,7 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
         check_features,
         check_stages,
         device_may_draw,
+        installed_processors,
         schedules_ahead,
     )
     from sipipe.engine.executor import Executor
@@ -130,7 +131,8 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     check_stages(made)
     check_files(made)
     made.ahead = schedules_ahead(made, ahead)
-    if made.model_config.logits_processors and not device_may_draw():
+    processors = made.model_config.logits_processors or installed_processors()
+    if processors and made.model_config.runner_type != "pooling" and not device_may_draw():
         take_first_processors()
     if made.speculative_config is not None:
         take_every_parameter()

@@ -103,6 +103,10 @@ def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "adapters may change it (--enable-lora)"
     if vllm_config.weight_transfer_config is not None:
         return "weights are to be changed (--weight-transfer-config)"
+    if vllm_config.parallel_config.worker_extension_cls and config.vocabulary == "auto":
+        return (
+            'the extension may change it (--worker-extension-cls); it is shared out with "shared"'
+        )
     if vllm_config.model_config.enable_sleep_mode:
         return "parts of it on other stages would not sleep (--enable-sleep-mode)"
     if getattr(vllm_config.quant_config, "lm_head_quantized", False):

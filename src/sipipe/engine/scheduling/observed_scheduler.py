@@ -98,6 +98,7 @@ class ObservedScheduler:
             for output in client.outputs:
                 if output.finish_reason == FinishReason.ERROR and output.request_id in errors:
                     output.stop_reason = errors[output.request_id]
+                    output.num_nans_in_logits = int("NaN" in errors[output.request_id])
         ended = time.monotonic_ns()
         if iteration is not None:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
