@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from sipipe.engine import children as module
-from sipipe.engine.children import Children
+from sipipe.engine.children import Child, Children
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.messages.replies import ASK_STATUS, Status
 
@@ -135,6 +136,19 @@ def test_one_that_stops_amid_a_message_is_killed_and_holds_nobody_up(watched, mo
     watched.start("other", "echo").say("heard")
     found = {watched.heard.get(timeout=30), watched.deaths.get(timeout=30)}
     assert found == {("other", "heard"), ("half", "exit code -9")}
+
+
+def test_one_that_is_hung_up_on_while_it_is_told_something_is_passed_over(watched):
+    child = Child("a", SimpleNamespace(pid=os.getpid()), SimpleNamespace(close=lambda: None))
+
+    def send_bytes(_):
+        child.hang_up()
+        os.write(None, b"the rest")
+
+    child.pipe.send_bytes = send_bytes
+    child.say(b"much")
+    child.say(b"more")
+    os.close(child.descriptor)
 
 
 def test_one_that_does_not_read_is_killed_and_holds_nobody_up(watched, monkeypatch):

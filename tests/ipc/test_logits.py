@@ -132,9 +132,16 @@ def test_who_is_behind(make):
     assert owner.behind() == {"s": -1}
     again = make.attach(owner)
     assert owner.behind() == {"s": 0}
+    again.catch_up()
+    assert owner.behind() == {}
+    with writer.acquire(1, 1, 1):
+        pass
+    assert owner.behind() == {"s": 1}
     with again.receive() as received:
         assert received.iteration == 0
-        assert owner.behind() == {"s": 0}
+        assert owner.behind() == {"s": 1}
+    with again.receive() as received:
+        assert received.iteration == 1
     assert owner.behind() == {}
 
 

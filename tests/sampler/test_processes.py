@@ -329,6 +329,45 @@ def test_a_sampler_without_rows_is_replaced_and_draws_later(service):
     assert [name for name, _ in service.deaths] == ["sampler1"]
 
 
+def test_one_that_is_replaced_while_nothing_is_due_is_not_behind(service):
+    """It would be killed as stuck, again and again, until somebody asks for something."""
+    check_both_draw(service)
+    service.snapshots[1] = Snapshot(additions([2], [1]), [], [])
+    service.kill(1)
+    until = time.monotonic() + 60
+    while service.logits.behind():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    logits = logits_of(1, 2)
+    service.publish(step(1, [1, 2], [0, 1]))
+    service.write(1, logits)
+    assert len(service.collect(1)[0]) == 2
+    assert [name for name, _ in service.deaths] == ["sampler1"]
+
+
+def test_what_a_predecessor_had_answered_and_nobody_kept_is_passed_over(service):
+    """It is still owed when the snapshot is made, and has left before the successor is there."""
+    check_both_draw(service)
+    owed = step(0, [1, 2], [0, 1])
+    service.snapshots[1] = Snapshot(additions([2], [1]), [owed], [])
+    service.may_go_on.clear()
+    service.starting.clear()
+    os.kill(service.pid(1), signal.SIGKILL)
+    assert service.starting.wait(30)
+    for iteration in range(1, 8):  # a lap of BIC-L
+        service.publish(step(iteration, [1], [0]))
+        service.write(iteration, logits_of(iteration, 1))
+        service.collect(iteration)
+    service.replaced.clear()
+    service.may_go_on.set()
+    assert service.replaced.wait(30)
+    logits = logits_of(8, 2)
+    service.publish(step(8, [1, 2], [0, 1]))
+    service.write(8, logits)
+    assert len(service.collect(8)[0]) == 2
+    assert [name for name, _ in service.deaths] == ["sampler1"]
+
+
 def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):
     """A successor that dies before it is there: its place must not hold the stream up, nor the
     stream, which then has its order, the successor's successor."""

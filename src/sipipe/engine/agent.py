@@ -143,6 +143,7 @@ class Agent:
         self._host = LocalHost(setup, self._figures.watched, self)
         self._calls: queue.SimpleQueue[Request[Any]] = queue.SimpleQueue()
         self._forwarding: dict[int, threading.Thread] = {}
+        self._admitted: dict[int, threading.Event] = {}
         self._ended = threading.Event()
 
     def run(self) -> int:
@@ -187,6 +188,7 @@ class Agent:
                 self._calls.put(message)
             case say.Admit(index, snapshot):
                 self._host.admit(index, snapshot)
+                self._admitted[index].set()
             case say.AskWorkers():
                 self._host.ask()
 
@@ -211,8 +213,13 @@ class Agent:
         # was the predecessor's alone and closed with it, and never waits for the network.
         # wait: none: its socket's only writer is dead; the end of that socket
         self._forwarding[index].join()
+        admitted = self._admitted[index] = threading.Event()
         self._send(say.Successor(index, poison))
         self._forward(index, tokens)
+        # The next one shall not have what this one is told.
+        # wait: 1 s, again and again; the main host, which admits every one, or the engine's end
+        while not (admitted.wait(1.0) or self._ended.is_set()):
+            pass
 
     def turn(self) -> float:
         return LONGEST_SLEEP

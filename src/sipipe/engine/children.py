@@ -63,10 +63,11 @@ class Child:
     def say(self, message: Any) -> None:
         """Send a message, or bytes as they are; one that is gone is reported by its death."""
         data = message if isinstance(message, bytes) else pickle.dumps(message)
-        if self.pipe is not None:
-            with suppress(OSError), self._bounded():
+        if (pipe := self.pipe) is not None:
+            # TypeError: another thread has heard of its end meanwhile, and hung up.
+            with suppress(OSError, TypeError), self._bounded():
                 # wait: 10 s (`PIPE_SECONDS`), then the child is killed; the child reads, or dies
-                self.pipe.send_bytes(data)
+                pipe.send_bytes(data)
 
     def hear(self) -> Any:
         """The next message, which has to be there; None when there will be no more."""

@@ -310,7 +310,7 @@ class RequestTracker:
             scores=scores,
             prompt_logprobs=scores,
         )
-        self._next_handle += 1
+        self._next_handle = (self._next_handle + 1) % 2**31  # as an int32; no request is so old
         self._requests[request_id] = request
         return request
 

@@ -134,6 +134,8 @@ class Sampler:
                 self._draw(step, grammars[step.iteration])
             else:
                 self._offer(step)
+        if self._waiting is None:
+            self._logits.catch_up()
 
     def _offer(self, step: Step) -> None:
         """Draw the step, or keep it until its bitmask comes, which is the next message for us."""
@@ -221,6 +223,9 @@ class Sampler:
             if entry is not None:
                 with entry:  # pass it over
                     return
+            return
+        if entry is None and alone:  # the predecessor had answered, and all others have since
+            self._say(Trying(None))
             return
         assert entry is not None, "logits of this sampler's rows were not kept"
         with entry:

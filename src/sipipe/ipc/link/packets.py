@@ -21,6 +21,8 @@ from typing import NamedTuple
 from sipipe.ipc.errors import PeerDiedError
 from sipipe.linux import pidfd_open
 
+SLICE = 5.0
+"""Seconds of one wait."""
 _FIELDS = struct.Struct("<BQQIQ")
 HEADER_BYTES = _FIELDS.size
 
@@ -112,9 +114,12 @@ class PacketConnection:
                 continue
             except OSError:
                 break
-            waited = True
-            # wait: the link's `stall_timeout`; a packet, the peer's death, `interrupt`
-            gone = any(fd == self._pidfd for fd, _ in self._poll.poll(timeout * 1e3))
+            # Of time in which this process was stopped no more than one slice counts.
+            part = min(timeout, SLICE)
+            timeout -= part
+            waited = timeout <= 0
+            # wait: the link's `stall_timeout`, in slices; a packet, the peer's death, `interrupt`
+            gone = any(fd == self._pidfd for fd, _ in self._poll.poll(part * 1e3))
         raise self.died()
 
     def receive_descriptor(self) -> int:

@@ -218,6 +218,11 @@ class RingReader:
             if not self.ring.closed:
                 self._unlock(self.next - 2)
 
+    def catch_up(self) -> None:
+        """This reader wants nothing of what is there: until more comes, it is not behind."""
+        ranks = range(self.ring.layout.ranks)
+        self._words[self._base + at.R_CURSOR] = min(self.ring.published(r) for r in ranks)
+
     def _unlock(self, use: int) -> None:
         self._locks.unlock(*self._lock_ranges[use % self._entries])
 
