@@ -14,8 +14,9 @@ from sipipe.ipc.link import packets
 @pytest.fixture
 def pair():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.closing(theirs):
-        yield packets.PacketConnection(ours, "the peer"), theirs
+    connection = packets.PacketConnection(ours, "the peer")
+    with contextlib.closing(theirs), contextlib.closing(connection):
+        yield connection, theirs
 
 
 def test_time_in_which_this_process_was_stopped_counts_as_one_slice(pair):
