@@ -40,8 +40,7 @@ UpTo128OrAuto = Annotated[
 ]
 """For more there is no room in channels."""
 Name = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]
-"""Text that a path can have and JSON can carry: Python has halves of surrogate pairs for bytes that
-are no UTF-8."""
+"""Text for paths and for JSON: Python has halves of surrogate pairs for bytes that are no UTF-8."""
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
 ]
@@ -71,8 +70,7 @@ class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class MicrobatchSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Tunables of :class:`sipipe.engine.scheduling.policy.SlotPolicy`. The defaults suit most
-    deployments."""
+    """Tunables of :class:`.SlotPolicy`. The defaults suit most deployments."""
 
     max_moves: Whole = 4
     """Sequences that one visit may move to another slot to level decode counts, 0 or more.
@@ -172,9 +170,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "shm", "cuda_ipc"],
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
     ] = "auto"
-    """How hidden states travel between stages, which are all on one host. ``"auto"``: ``shm`` on
-    CPUs, ``cuda_ipc`` on GPUs, which is untested between several; there ``shm`` goes through host
-    memory."""
+    """How hidden states travel between the stages of a host. ``"auto"``: ``shm`` on CPUs,
+    ``cuda_ipc`` on GPUs, untested between several; there ``shm`` goes through host memory."""
 
     devices: Annotated[
         Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
@@ -187,8 +184,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hosts: Annotated[HostSettings, Meta(description='an object such as {"stages": [3, 1]}')] = (
         HostSettings()
     )
-    """Stages on several hosts: the fields of :class:`HostSettings`. ``sipipe serve`` takes them as
-    vLLM's flags."""
+    """Stages on several hosts, which ``sipipe serve`` takes as vLLM's flags."""
 
     cores: Annotated[
         CorePlacement | Literal["auto", "off"],

@@ -137,8 +137,7 @@ def plan_cores(
         placement: ``"off"``: nothing is bound.
         nodes: NUMA node of each worker's device, by rank, where it is known.
 
-    Raises ConfigError: the user's placement names a CPU that is not there, or another number of
-    stages.
+    Raises ConfigError: the placement names a CPU that is not there, or another number of stages.
     """
     workers = stages * tensor_parallel
     most = min(SAMPLERS_PER_NODE * max(1, len({core.node for core in cores})), MOST_SAMPLERS)
@@ -352,11 +351,7 @@ def _of_one_node(cores: Sequence[Core], count: int, near: int | None = None) -> 
 
 
 def _placed(
-    usable: Sequence[int],
-    placement: CorePlacement,
-    stages: int,
-    tensor_parallel: int,
-    samplers: int,
+    usable: Sequence[int], placement: CorePlacement, stages: int, ranks: int, samplers: int
 ) -> CorePlan:
     """The user's placement; what it does not name is not bound."""
     groups = (*placement.stages, *placement.samplers, placement.scheduler)
@@ -373,12 +368,12 @@ def _placed(
         )
     workers: list[tuple[int, ...]] = []
     for cpus in placement.stages or ((),) * stages:
-        share = len(cpus) // tensor_parallel
-        for rank in range(tensor_parallel):
+        share = len(cpus) // ranks
+        for rank in range(ranks):
             workers.append(cpus[rank * share : (rank + 1) * share] if share else cpus)
     placed = placement.samplers if samplers else ()  # none where vLLM's sampler draws
     return CorePlan(
-        workers=_by_stage(workers, tensor_parallel),
+        workers=_by_stage(workers, ranks),
         samplers=placed or ((),) * samplers,
         scheduler=placement.scheduler,
         shared=len(taken) != len(set(taken)),

@@ -1,5 +1,4 @@
-"""The host agent: the foreground of ``sipipe serve ... --node-rank N --headless``, or of a child of
-a Ray actor.
+"""The host agent: ``sipipe serve ... --node-rank N --headless``, or the child of a Ray actor.
 
 Who runs here
     The main thread follows the main host: what it publishes goes to this host's ring at once, in order.
@@ -54,8 +53,7 @@ def run_agent(
     Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
     hosts = setup.config.hosts
-    address = own_address(hosts)
-    port = control_port(hosts, setup.node)
+    address, port = own_address(hosts), control_port(hosts, setup.node)
     ranks = [(setup.here[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
     ports = [link_port(setup, rank) for rank in ranks]
     for listens in ports:
@@ -73,12 +71,9 @@ def run_agent(
     met()
     theirs: Setup = pickle.loads(plan.setup)
     own = {key: getattr(setup.config, key) for key in OWN_SETTINGS}
+    config = msgspec.structs.replace(theirs.config, **own)
     agreed_setup = dataclasses.replace(
-        theirs,
-        cores=setup.cores,
-        node=setup.node,
-        here=setup.here,
-        config=msgspec.structs.replace(theirs.config, **own),
+        theirs, cores=setup.cores, node=setup.node, here=setup.here, config=config
     )
     if setup.kv_bytes is not None:
         agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = setup.kv_bytes
@@ -106,9 +101,8 @@ def _introduce(
                 "something else listens there"
             )
         connection.refused = False
-    hello = say.Hello(
-        node=setup.node, address=address, agreed=agreed(setup), samplers=len(setup.cores.samplers)
-    )
+    samplers = len(setup.cores.samplers)
+    hello = say.Hello(node=setup.node, address=address, agreed=agreed(setup), samplers=samplers)
 
     def ask(message: object) -> Any:
         connection.send(*out_of_band(message))

@@ -35,11 +35,9 @@ def begin() -> None:
 
 
 def parse_engine_args(argv: Sequence[str], settings: dict[str, Any]) -> argparse.Namespace:
-    """Arguments of an engine from ``MODEL`` with words and engine options of vLLM in any order.
-
+    """Arguments of an engine from ``MODEL`` with words and engine options of vLLM in any order;
     ``words`` of the result are the positional arguments after the model. The CPU engine runs eagerly
-    unless ``argv`` says otherwise: compiling the model costs more than a short command gains.
-    """
+    unless ``argv`` says otherwise: compiling the model costs more than a short command gains."""
     begin()
     parser = _WordsParser(prog="sipipe")
     AsyncEngineArgs.add_cli_args(parser)

@@ -14,17 +14,15 @@ if TYPE_CHECKING:
 TOLERATED = 0.05
 """Share of its work by which a sampler may have more than another before a sequence moves."""
 PAYS = 0.9
-"""A sequence moves only if its cost is less than this part of the difference: it would go back and
-forth otherwise."""
+"""A sequence moves only if it costs less than this part of the difference: else back and forth."""
 
 
 class Balancer:
     """Shares the sequences of a microbatch out over samplers so that their work stays even.
 
     A microbatch is drawn when its last sampler is done, so only what is drawn together counts. A new
-    sequence goes to the sampler with the least to do in the microbatch that it joins. As sequences
-    leave and move, one changes its sampler too, at most one each iteration: the new sampler builds
-    its state from its tokens.
+    sequence goes to the sampler with least to do in its microbatch. As sequences leave and move,
+    one changes its sampler too, at most one each iteration: its state is built from its tokens.
 
     Bound: once nothing joins, leaves or changes microbatches, the busiest sampler has no more than
     the idlest one and the larger of ``TOLERATED`` of its own work and the cost of its lightest
@@ -57,8 +55,7 @@ class Balancer:
         return sampler
 
     def move(self, members: Sequence[TrackedRequest]) -> int | None:
-        """Give one of a microbatch's ``members`` another sampler, if that evens their work. Returns
-        its index."""
+        """Give one of ``members`` another sampler if that evens their work. Returns its index."""
         if self.samplers == 1:
             return None
         loads = self.loads(members)

@@ -1,7 +1,6 @@
 """What is wrong with a checkpoint on this machine, seen before a process loads it.
 
-Only what is surely wrong is refused: a name may be one on the hub, and files of other names may be a
-model's own.
+Only what is surely wrong is refused: a name may be one on the hub, other files a model's own.
 """
 
 import difflib

@@ -162,10 +162,7 @@ class Children:
         begin: Callable[[], None] | None = None,
     ) -> Child:
         """Start ``python -m module`` with its control pipe, ``ends`` and ``arguments``; ``begin``
-        as in :func:`~sipipe.ipc.child.start_child`.
-
-        A name may be used again when its child has died.
-        """
+        as in :func:`~sipipe.ipc.child.start_child`. A name may be that of a child that has died."""
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process, control = start_child(
             ("-m", module),
@@ -298,12 +295,11 @@ class Children:
             with self._changed:
                 self._ready[child.name] = message
                 self._changed.notify_all()
+        elif isinstance(message, WorkerDiedError | LinkClosedError):
+            # Of a neighbour, whose own word or end comes now or in a moment, and says more.
+            self._mourning.append((time.monotonic() + NEIGHBOUR_SECONDS, child, message))
         elif message is not None:
-            if isinstance(message, WorkerDiedError | LinkClosedError):
-                # Of a neighbour, whose own word or end comes now or in a moment, and says more.
-                self._mourning.append((time.monotonic() + NEIGHBOUR_SECONDS, child, message))
-            else:
-                self._heard(child, message)
+            self._heard(child, message)
 
     def _bury(self, child: Child) -> None:
         with self._changed:

@@ -49,12 +49,11 @@ def check_features(vllm_config: VllmConfig) -> None:
             "option out (this platform may not be supported)"
         )
     hosts = SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts
+    replicas = parallel.data_parallel_size > 1
     refused = {
         # vLLM has them wait for each other at every step.
-        "--data-parallel-size of a mixture of experts": (
-            parallel.data_parallel_size > 1 and model.is_moe
-        ),
-        "--data-parallel-size on several hosts or by Ray": parallel.data_parallel_size > 1
+        "--data-parallel-size of a mixture of experts": replicas and model.is_moe,
+        "--data-parallel-size on several hosts or by Ray": replicas
         and (
             parallel.data_parallel_size_local < parallel.data_parallel_size
             or parallel.data_parallel_backend == "ray"
@@ -83,10 +82,8 @@ def check_features(vllm_config: VllmConfig) -> None:
     }
     for option, asked in refused.items():
         if asked:
-            stock = "leave it out, or use stock vLLM (vllm serve)"
-            raise UnsupportedError(
-                f"SiPipe does not support {option}: {INSTEAD.get(option, stock)}"
-            )
+            instead = INSTEAD.get(option, "leave it out, or use stock vLLM (vllm serve)")
+            raise UnsupportedError(f"SiPipe does not support {option}: {instead}")
     check_speculation(vllm_config)
 
 
@@ -174,8 +171,7 @@ def device_may_draw() -> bool:
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:
-    """Refuse what only those kernels do, where there are none. Raises UnsupportedError: one line
-    that names the option."""
+    """Refuse what only those kernels do where there are none (UnsupportedError: the option)."""
     if device_may_draw():
         return
     model = vllm_config.model_config

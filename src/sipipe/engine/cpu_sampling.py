@@ -116,12 +116,11 @@ class Choice:
             f"cpu_sampling auto: {WAYS[self.draws]}. Measured at {costs.sequences} sequences a "
             "microbatch, ms expected between microbatches with CPU samplers, by row, with vLLM's "
             f"sampler, with layers {list(costs.layers)}, and of stock vLLM with "
-            f"{list(costs.even)}: {periods}. "
-            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.projection)} ms; projection and "
-            f"rows of no more than a temperature {_ms(*costs.plain.values())} ms; projection with "
-            f"vLLM's sampler {_ms(*costs.device.values())} ms; logits to the host "
-            f"{_ms(costs.copy)} ms ({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at "
-            f"once {rows} us a row"
+            f"{list(costs.even)}: {periods}. Stages {_ms(*costs.stages)} ms, projection "
+            f"{_ms(costs.projection)} ms; projection and rows of no more than a temperature "
+            f"{_ms(*costs.plain.values())} ms; projection with vLLM's sampler "
+            f"{_ms(*costs.device.values())} ms; logits to the host {_ms(costs.copy)} ms "
+            f"({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at once {rows} us a row"
         )
 
 

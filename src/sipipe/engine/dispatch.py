@@ -67,8 +67,7 @@ class Dispatcher:
 
     def publish(self, output: SchedulerOutput) -> bool:
         """Have one iteration published, now or when its time has come (:meth:`.Iterations.begin`);
-        False if it has no tokens. Such an output is not published: what it tells workers goes with the
-        next one."""
+        False if it has no tokens: what such an output tells workers goes with the next one."""
         if output.total_num_scheduled_tokens == 0 and not self.empty:
             if _says_something(output):
                 self._empty.append(output)
@@ -129,8 +128,7 @@ class Dispatcher:
             if iteration.number >= 0:
                 self._send_grammar(iteration)
             elif output is not None:  # sent behind the iteration; vLLM uses the array again
-                mask = output.grammar_bitmask.copy()
-                iteration.bitmask = replace(output, grammar_bitmask=mask)
+                iteration.bitmask = replace(output, grammar_bitmask=output.grammar_bitmask.copy())
         self._telemetry.poll()
         return iteration.future
 
@@ -143,8 +141,7 @@ class Dispatcher:
             parts = [encode(iteration.grammar)]
         else:  # vLLM's sampler draws, on the last stage
             parts = [b"", *out_of_band(iteration.bitmask)]
-        slot = iteration.slot or 0
-        self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=slot)
+        self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=iteration.slot or 0)
 
 
 def _says_something(output: SchedulerOutput) -> bool:

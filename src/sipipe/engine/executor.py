@@ -151,9 +151,8 @@ class Executor(VllmExecutor):
         if running.setup is not self._setup:
             self._setup = running.setup
             self._setup.apply()
-        self.scheduler_config.scheduler_cls = pipeline.observed(
-            self.scheduler_config.get_scheduler_cls()
-        )
+        found = self.scheduler_config.get_scheduler_cls()
+        self.scheduler_config.scheduler_cls = pipeline.observed(found)
         self._setup.bind_scheduler()
         self._started = True
         logger.info("%s", running)

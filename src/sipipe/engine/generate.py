@@ -1,9 +1,8 @@
 """Completes prompts with an engine in this process, and hands the text over as it comes.
 
-Runs in one asyncio loop of the caller's thread: a task per prompt feeds a queue; the caller's
-``show`` sees prompts in their order, the first unfinished one live. A prompt that fails costs no
-other one. The engine and all its processes are gone when :func:`generate` returns or raises, also
-after Ctrl-C.
+Runs in one asyncio loop of the caller's thread: a task per prompt feeds a queue; ``show`` sees
+prompts in their order, the first unfinished one live. A prompt that fails costs no other one. The
+engine and its processes are gone when :func:`generate` returns or raises, also after Ctrl-C.
 """
 
 import asyncio
@@ -52,9 +51,8 @@ def generate(
     show: Callable[[Event, Completion, str], None],
 ) -> bool:
     """Run the prompts of ``argv`` (``MODEL [PROMPT...]`` and vLLM's engine options, in any order).
-    ``prompts`` turns the words of the command line into prompts. ``show(event, completion, text)``
-    is called at a completion's begin, with each piece of its text, and at its end. Returns whether
-    all were finished."""
+    ``prompts`` makes them of the command line's words. ``show(event, completion, text)`` is called
+    at a completion's begin, each piece of its text, and its end. Returns whether all finished."""
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
     vllm_config = engine_config(engine_args(args))
@@ -115,9 +113,8 @@ async def _complete(
     special = {"add_special_tokens": False} if chat else {}
     try:
         name = f"generate-{completion.index}"
-        async for output in engine.generate(
-            completion.prompt, params, name, tokenization_kwargs=special
-        ):
+        outputs = engine.generate(completion.prompt, params, name, tokenization_kwargs=special)
+        async for output in outputs:
             piece = output.outputs[0]
             completion.text += piece.text
             completion.token_ids += piece.token_ids

@@ -42,8 +42,7 @@ class Health:
 
 
 def _ending(state: Any) -> bool:
-    """Whether this server's engine has been told to end, and lives. One of several API servers does
-    not know."""
+    """Whether this server's engine lives and was told to end. One of several cannot know."""
     client = state.engine_client
     if client is None or client.errored:
         return False

@@ -172,10 +172,8 @@ class LocalHost:
             return
         if child.name not in self._samplers.names:
             what = "died" if self._loaded else "ended while starting (see its log lines above)"
-            where = self._setup.where()
-            self._events.failed(
-                WorkerDiedError(f"stage worker {child}{where} {what}, {how}; the engine stops")
-            )
+            who = f"stage worker {child}{self._setup.where()}"
+            self._events.failed(WorkerDiedError(f"{who} {what}, {how}; the engine stops"))
             return
         try:
             self._events.heard(child.name, Replacing())

@@ -6,10 +6,9 @@ Who runs here
     the engine thread always, the others where that takes no time. All under one lock.
 Guarantees
     Iterations begin in the order in which they entered, each when the one of its slot's last turn,
-    and all before that, have left: the tokens that it needs are known then. The logits of iterations in
-    flight have rows of BIC-L of their own (:mod:`sipipe.engine.logits_room`). A future is resolved once:
-    with the output when all is in, or with what stopped the engine. After :meth:`Iterations.fail` none
-    begins.
+    and all before that, have left: the tokens that it needs are known then. The logits of those in
+    flight have rows of BIC-L of their own (:mod:`.logits_room`). A future is resolved once: with
+    the output when all is in, or with what stopped the engine. After ``fail`` none begins.
 Relies on
     EngineCore hands one ``SchedulerOutput`` object to ``execute_model`` and ``update_from_output``;
     that object is how scheduler and executor name the same iteration.

@@ -55,10 +55,8 @@ class Pipeline:
         self._samplers = len(setup.cores.samplers) + sum(remote.samplers for remote in remotes)
         self.telemetry = Telemetry(setup, self._samplers)
         self._closing.callback(self.telemetry.close)
-        self._clock = StallClock()
-        self.iterations = Iterations(
-            setup.slots, setup.logits_rows, self._clock.now, setup.kv_movers
-        )
+        clock = self._clock = StallClock()
+        self.iterations = Iterations(setup.slots, setup.logits_rows, clock.now, setup.kv_movers)
         self._remotes = remotes
         self._host = LocalHost(setup, self.telemetry.watched, self)
         self._hosts: list[Host] = [*remotes, self._host]  # far ones hear first
@@ -70,12 +68,12 @@ class Pipeline:
             for rank in range(setup.ranks)
         ]
         self._bus = Bus(self._hosts)
-        self.calls = Calls(self._bus, workers, self._clock.now)
+        self.calls = Calls(self._bus, workers, clock.now)
         hosts = (host.fail for host in self._hosts)
         self._resolving = [self.iterations.fail, *hosts, self.calls.fail]
         bound, show = setup.config.stall_timeout, partial(self.telemetry.live.set, Word.STALLED)
         self._stall = StallWatch(
-            self.iterations, self.calls, workers, self._ask, self._clock, bound, self.failed, show
+            self.iterations, self.calls, workers, self._ask, clock, bound, self.failed, show
         )
         model, seed = setup.vllm_config.model_config, setup.vllm_config.model_config.seed or 0
         # Else two replicas would draw the same for the same arrival.
@@ -120,8 +118,7 @@ class Pipeline:
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
         shared = self.iterations, self.telemetry, self._tracker
-        setup = self._setup
-        rows = setup.rows if setup.drafts else 0
+        rows = self._setup.rows if self._setup.drafts else 0
         return observed(scheduler, *shared, self.dispatcher.go_on, rows=rows)
 
     def fail(self, error: BaseException) -> None:

@@ -1,7 +1,6 @@
 """The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
 
-It adds SiPipe's figures to ``/metrics``, and what docs/upstream.md lists. Nothing happens to engines
-that do not ask for SiPipe.
+It adds SiPipe's figures to ``/metrics`` and what docs/upstream.md lists, for SiPipe's engines.
 """
 
 import difflib
@@ -90,10 +89,8 @@ def _asks_for_us(backend: Any) -> bool:
 
 def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """The ``VllmConfig`` of an engine with our executor, checked in the process that the user sees.
-
     ``create_engine_config`` then decides how the engine is set up; commands of ours know more, and do
-    it themselves. Raises ConfigError or UnsupportedError for what SiPipe or vLLM refuse.
-    """
+    it themselves. Raises ConfigError or UnsupportedError for what SiPipe or vLLM refuse."""
     require_vllm()  # where this is another vLLM
     from vllm.engine import arg_utils
 
@@ -201,8 +198,7 @@ def _is_vllms_command() -> bool:
 
 
 def say_cause_once() -> None:
-    """Under ``vllm serve``: an engine that could not start has said why. vLLM's front end would add
-    how it came to wait for it."""
+    """Under ``vllm serve``: vLLM's front end adds nothing to why an engine could not start."""
     shown = sys.excepthook
 
     def show(kind: Any, error: Any, where: Any) -> None:
@@ -236,10 +232,8 @@ def take_every_parameter() -> None:
 
 def tell_clients_why() -> None:
     """Have ``AsyncLLM.generate`` raise why a request failed, as it raises what is wrong with one.
-
     The scheduler puts the reason where vLLM has that of a stop (``ObservedScheduler``); the server
-    looks at the finish reason only, unless it is raised.
-    """
+    looks at the finish reason only, unless it is raised."""
     from vllm.exceptions import GenerationError
     from vllm.v1.engine.async_llm import AsyncLLM
 

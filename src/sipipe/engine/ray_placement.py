@@ -305,8 +305,7 @@ def _wait(group: Any, seconds: float) -> None:
 
 
 def _bundles(ray: Any, group: Any, device: str, workers: int) -> list[Bundle]:
-    """Those bundles of a group that workers can have. Raises ConfigError: a given one has more than
-    one GPU."""
+    """Those bundles of a group that workers can have. Raises ConfigError: one has several GPUs."""
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     for index, bundle in enumerate(group.bundle_specs):
         if device == "GPU" and bundle.get(device, 0) > workers:

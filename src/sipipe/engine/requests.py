@@ -81,8 +81,7 @@ class Work:
     step: Step = field(default_factory=lambda: Step(-1))
     request_ids: list[str] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
-    """The request of each row of the logits that samplers draw from, in their order: as often as it
-    has drafts, and once more."""
+    """The request of each row of logits for samplers: as often as it has drafts, and once more."""
     on_device: list[str] = field(default_factory=list)
     """Requests that get a token of the last stage's device, in the order in which it says them."""
     samplers: tuple[int, ...] = ()
@@ -92,9 +91,8 @@ class Work:
 
 
 class RequestTracker:
-    """Follows scheduling outputs; see the module's text. Called by the engine thread, by the thread
-    that gathers tokens, and for the snapshot by the one that replaces a sampler; each call is under
-    ``_lock``."""
+    """Follows scheduling outputs. Called by the engine thread, the thread that gathers tokens, and
+    for the snapshot the one that replaces a sampler; each call is under ``_lock``."""
 
     def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
         self.draws = "on"

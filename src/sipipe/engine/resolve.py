@@ -33,8 +33,7 @@ from sipipe.observe.phases import Phase
 
 @dataclass
 class Resolver:
-    """Resolves iterations. ``go_on`` publishes those that have waited for one; ``fail`` is called with
-    what stops it."""
+    """Resolves iterations. ``go_on`` publishes what waited for one; ``fail`` gets what stops it."""
 
     _iterations: Iterations
     _tracker: RequestTracker
@@ -46,8 +45,7 @@ class Resolver:
     """vLLM's, where there is a KV connector: of two threads, one at a time."""
 
     def __post_init__(self) -> None:
-        # wait: held for moments; nobody waits under it
-        self._joining = threading.Lock()
+        self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
         """Held while what two threads may do at once is joined, or counted."""
         self._thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
         self._thread.start()
@@ -101,9 +99,8 @@ class Resolver:
         except Exception as error:
             self._fail(error)
         with self._joining:
-            self._telemetry.record(
-                Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn
-            )
+            now = time.monotonic_ns()
+            self._telemetry.record(Phase.GATHER, iteration, iteration.published, now, tokens=drawn)
         with suppress(InvalidStateError):
             iteration.future.set_result(output)
 

@@ -183,8 +183,7 @@ class Samplers:
                 self._tries[self.names.index(name)] = handle
 
     def turn(self) -> float:
-        """Kill who is stuck, keep a spare; from the events thread. Returns the seconds to the next
-        turn."""
+        """Kill who is stuck, keep a spare (events thread). Returns the seconds to the next turn."""
         if self._channels is None:
             return STUCK_SECONDS
         return min(self.end_stuck(), self.spare.keep())

@@ -4,8 +4,7 @@ FD is its end of a socket pair: what the supervisor has to know is written to it
 group ends as soon as the other end is closed.
 
 Who runs here
-    vLLM's front end, in the main thread; a thread that sleeps on FD; a thread that says when the
-    server serves.
+    vLLM's front end, in the main thread; a thread that sleeps on FD; one that says when it serves.
 Guarantees
     The process group does not outlive the supervisor. An engine that dies while it starts, which
     vLLM watches, ends the server; one that is killed, with a line that says so.

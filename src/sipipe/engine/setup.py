@@ -58,14 +58,12 @@ SCHEDULERS = "PipelineScheduler", "AsyncPipelineScheduler"
 
 @config_class(config={"arbitrary_types_allowed": True})
 class PipelineVllmConfig(VllmConfig):
-    """A VllmConfig whose engine keeps ``inflight`` microbatches in flight, where vLLM derives that number
-    from the parallel configuration, and on vLLM's second runner, which vLLM does not take on CPUs without
-    Triton; SiPipe has the kernels. The plugin (:mod:`sipipe.engine.plugin`) therefore has ``EngineArgs``
-    make this class."""
+    """A VllmConfig whose engine keeps ``inflight`` microbatches in flight, where vLLM derives that
+    number from the parallel configuration, and on vLLM's second runner, which vLLM does not take on
+    CPUs without Triton; SiPipe has the kernels. The plugin has ``EngineArgs`` make this class."""
 
     replicas: int = 1
-    """Engines of this host. vLLM has each one's process forget the others, but for its number,
-    ``data_parallel_index``."""
+    """Engines of this host. Each one's process knows its number only, ``data_parallel_index``."""
 
     ahead: int = 0
     """Microbatches that are scheduled before there is room for them in the pipeline."""
@@ -112,8 +110,7 @@ class Setup:
     vocabulary: Vocabulary
     """Who is to multiply by the output projection."""
     cores: CorePlan
-    """The cores of this host's processes. The last stage's host has the samplers, of which there
-    are none where vLLM's draws."""
+    """Of this host's processes. The last stage's host has the samplers, none where vLLM's draws."""
     node: int
     """Which host this is; 0 is the main host, where the executor runs."""
     here: range
@@ -122,8 +119,7 @@ class Setup:
     """KV cache of each worker of this host; None: as vLLM's configuration says."""
 
     def describe(self) -> list[str]:
-        """What the engine does with this machine, as lines for its user. Raises ResourceError: too
-        little shared memory."""
+        """What this host does, for its user. Raises ResourceError: too little shared memory."""
         budget = memory_budget(self)
         check_budget(budget)
         notes = []
@@ -135,26 +131,15 @@ class Setup:
         if current_platform.is_cpu() and spans_nodes(self.cores):
             spans = "A worker has cores of several NUMA nodes, and its memory on one"
             notes.append(f"{spans}: as many workers as nodes may be quicker (--pp, --tp)")
-        cores: tuple[str, ...] = self.cores.describe(
-            self.here[0], elsewhere=self.here[-1] < self.stages - 1
-        )
+        elsewhere = self.here[-1] < self.stages - 1
+        cores: tuple[str, ...] = self.cores.describe(self.here[0], elsewhere=elsewhere)
         if both := self.cores.cpus & claimed():
             own = 'give each its own (taskset -c, or "cores")'
             cores += (f"           another engine is bound to {format_cpus(both)} too: {own}",)
-        lines = [
-            *cores,
-            describe(budget),
-            ""
-            if self.node  # the main host decides
-            else describe_layers(
-                self.vllm_config,
-                self.config,
-                self.layers,
-                by_cost=not self.reason and not self.vocabulary.parts,
-            ),
-            str(self.vocabulary),
-            *notes,
-        ]
+        cut, by_cost = "", not self.reason and not self.vocabulary.parts
+        if not self.node:  # the main host decides
+            cut = describe_layers(self.vllm_config, self.config, self.layers, by_cost=by_cost)
+        lines = [*cores, describe(budget), cut, str(self.vocabulary), *notes]
         if (replicas := self.vllm_config.replicas) > 1:
             number = self.vllm_config.parallel_config.data_parallel_index
             lines.insert(0, f"replica {number} of {replicas}, each on its share of the cores:")
@@ -197,8 +182,7 @@ class Setup:
     def rows(self) -> int:
         """Rows of logits of all microbatches in flight at most, but for a few that wait for room.
         Drafts take the rows of requests that do not run; where few may run, each has its own."""
-        scheduler = self.vllm_config.scheduler_config
-        sequences = int(scheduler.max_num_seqs)
+        sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
         return max(sequences, min(sequences, self.slots) * (1 + self.drafts))
 
     @property
@@ -209,8 +193,7 @@ class Setup:
     @property
     def link_tokens(self) -> int:
         """Of a link's buffer."""
-        scheduler = self.vllm_config.scheduler_config
-        return buffer_tokens(self.rows, scheduler.max_num_batched_tokens)
+        return buffer_tokens(self.rows, self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def measures(self) -> bool:
@@ -275,12 +258,11 @@ class Setup:
         """Bind this process to the scheduler's cores, where it runs soon, if it is vLLM's own engine
         process. Called once all other processes run: they would inherit the binding. An engine inside
         the user's process is left alone."""
-        cores = self.cores
         if not multiprocessing.current_process().name.startswith("EngineCore"):
             return
         run_soon()
-        if cores.scheduler and not cores.shared:
-            os.sched_setaffinity(0, cores.scheduler)
+        if self.cores.scheduler and not self.cores.shared:
+            os.sched_setaffinity(0, self.cores.scheduler)
 
 
 def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
@@ -372,9 +354,8 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
 
 
 def assign_devices(vllm_config: VllmConfig, devices: Sequence[int] | None) -> None:
-    """Tell vLLM the GPUs of this host's workers; None: as they are numbered. It knows of no other
-    hosts, and wants one for each worker of the engine; only those of this host's are looked up, so the
-    last one stands for the rest."""
+    """Tell vLLM the GPUs of this host's workers; None: as they are numbered. It wants one for each
+    worker of the engine, but looks up this host's only: the last one stands for the rest."""
     parallel, ids = vllm_config.parallel_config, None
     if devices is not None:
         # vLLM wants numbers of the machine's GPUs, users count those that are visible.

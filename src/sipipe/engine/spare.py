@@ -26,8 +26,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 SPARE_SECONDS = 5.0
 AGAIN_SECONDS = 60.0
-"""After the end of a spare that had no place: on a machine without memory it may be the first to be
-killed."""
+"""After the end of a spare that had no place: where memory is short it may be killed first."""
 
 Started = tuple[Child, socket.socket]
 """A sampler process, and the receiving end of its BIC-O."""

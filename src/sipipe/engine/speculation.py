@@ -77,8 +77,7 @@ def fill_in(args: Any) -> None:
 
 
 def check_speculation(vllm_config: VllmConfig) -> None:
-    """Refuse what the samplers cannot propose or verify. Raises UnsupportedError: one line that
-    names the option."""
+    """Refuse what the samplers cannot propose or verify (UnsupportedError: the option)."""
     if (speculative := vllm_config.speculative_config) is None:
         return
     model = vllm_config.model_config

@@ -61,8 +61,7 @@ class StallClock:
 
 @dataclass
 class StallWatch:
-    """Looks at the oldest iteration and the oldest call; ``timeout`` seconds of ``clock``, by which
-    they count, are the bound."""
+    """Looks at the oldest iteration and call; ``timeout`` seconds of their clock are the bound."""
 
     _iterations: Iterations
     _calls: Calls
@@ -106,9 +105,7 @@ class StallWatch:
             # All live: look again when the bound has passed once more.
             oldest.began, self._answers_until = self._clock.now(), None
             return LONGEST_SLEEP
-        doing = "; ".join(
-            f"{worker} {self._answers.get(worker, 'does not answer')}" for worker in self._workers
-        )
+        doing = "; ".join(f"{w} {self._answers.get(w, 'does not answer')}" for w in self._workers)
         more = 'Raise "stall_timeout" in the sipipe config if this may take so long'
         self._fail(StallError(f"no progress for {self._timeout:g} s: {oldest}. {doing}. {more}"))
         return LONGEST_SLEEP

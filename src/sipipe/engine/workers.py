@@ -56,10 +56,8 @@ class Workers:
         links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
         # Where the output projection is shared out, each rank of the last stage, all of them being
         # on this host, also sends to the same rank of every other.
-        finals = [
-            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for _ in (places[:-tp] if setup.vocabulary.parts else ())
-        ]
+        receivers = places[:-tp] if setup.vocabulary.parts else ()
+        finals = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in receivers]
         for local_rank, place in enumerate(places):
             ends = [links[local_rank - tp][1]] if local_rank >= tp else []
             ends += [links[local_rank][0]] if local_rank < len(links) else []
@@ -69,20 +67,15 @@ class Workers:
             assert tracking is not None, "it is started where there is none"
             tracker = os.fdopen(os.dup(tracking), "wb")
             with threads.configure_omp_envs(rank=place.rank, local_rank=local_rank):
-                environment = {**os.environ, **waiting(shared=on_cpu and setup.cores.shared)}
+                environ = {**os.environ, **waiting(shared=on_cpu and setup.cores.shared)}
             begin = None
-            if may_fork(environment) and threads.cpu_lists:  # it is bound
+            if may_fork(environ) and threads.cpu_lists:  # it is bound
                 cpus = threads.cpu_lists[local_rank]
                 begin = partial(begin_worker, len(cpus), cpus)
-            self.all.append(
-                children.start(
-                    place.name,
-                    "sipipe.worker",
-                    ends=[tracker, *ends],
-                    environment=environment,
-                    begin=begin,
-                )
+            worker = children.start(
+                place.name, "sipipe.worker", ends=[tracker, *ends], environment=environ, begin=begin
             )
+            self.all.append(worker)
         for local_rank, (place, worker) in enumerate(zip(places, self.all, strict=True)):
             boot = WorkerBoot(
                 vllm_config=without_speculation(setup.vllm_config),
@@ -113,9 +106,8 @@ class Workers:
         return [worker.name for worker in self.all]
 
     def wait_loaded(self, bus: RingEndpoint, deadline: float) -> None:
-        """Wait until all have loaded the model, and tell them where BIC-I is. Raises Exception:
-        what the first worker raised that failed. WorkerDiedError: a process ended. StallError:
-        ``deadline`` passed."""
+        """Wait until all have loaded the model; tell them where BIC-I is. Raises Exception: what
+        a worker raised first. WorkerDiedError: a process ended. StallError: ``deadline`` passed."""
         self._children.wait_ready(self.names, deadline)
         for worker in self.all:
             worker.say(bus)

@@ -23,13 +23,10 @@ def start_child(
     **options: Any,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start ``python PROGRAM CONTROL END... ARGUMENT...``; returns it, and our end of its control
-    socket.
-
-    CONTROL is the number of its own end, which the kernel ends with ours when this process dies.
+    socket, whose other end is CONTROL: the kernel ends that with ours when this process dies.
     ``ends``: more descriptors that it takes over; this process lets go of them. ``begin``: it is a
     fork of this process, which calls this and then runs the module of ``program``; None: a new
-    interpreter. ``options``: of ``subprocess.Popen``; of a fork ``env`` alone.
-    """
+    interpreter. ``options``: of ``subprocess.Popen``; of a fork ``env`` alone."""
     ours, theirs = socket.socketpair()
     given = [theirs, *ends]
     numbers = [end.fileno() for end in given]
@@ -73,11 +70,8 @@ def fork(
     run: Callable[[], None], descriptors: Collection[int], environment: Mapping[str, str]
 ) -> int:
     """The number of a child that goes on from here: runs ``run`` with this environment and, beside
-    its output, these descriptors alone, as a new interpreter would, and ends.
-
-    From a thread whose locks no other thread holds, and before any computes: OpenMP's threads do
-    not come along.
-    """
+    its output, these descriptors alone, as a new interpreter would, and ends. From a thread whose
+    locks no other thread holds, and before any computes: OpenMP's threads do not come along."""
     environment = dict(environment)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,5 +1,4 @@
-"""One connection between two processes of different hosts: authenticated, watched and, unless it is
-told otherwise, encrypted.
+"""A connection between processes of two hosts: authenticated, watched and, by default, encrypted.
 
 Who runs here
     One thread at a time receives; any thread sends, interrupts or closes. A thread of each
@@ -19,14 +18,12 @@ Guarantees
 Relies on
     ``_turn`` is held around every call of ZeroMQ. A socket's descriptor wakes once for news, and a
     send may take the news in: whoever sends looks, and wakes the receiver.
-    Who uses this bounds what is queued: a link to ``depth`` frames, BIC-I to the iterations in
-    flight.
+    Who uses this bounds what is queued: a link ``depth`` frames, BIC-I the iterations in flight.
 
 Rejected: a ROUTER for all hosts on one port (its events name no peer, so that a lost one would
 have to be found by asking all); a second socket for sending (two connections to one peer may die
 one after the other); closing the listener once the peer is in (ZeroMQ closes what came by it);
-a limit as large as the largest message (it holds for strangers too: large parts travel as frames,
-:mod:`.frames`).
+a limit as large as the largest message (for strangers too: large parts travel as :mod:`.frames`).
 """
 
 import os
@@ -118,8 +115,7 @@ class Connection:
         # either by which one the peer came: a stranger who was there too is thrown out within the
         # handshake's bound, and then it is the last.
         self._peers: dict[int, socket.socket] = {}
-        # wait: held for moments; nobody waits under it
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # wait: held for moments; nobody waits under it
         options: dict[int, int | bytes] = {
             zmq.IPV6: ":" in address,
             zmq.LINGER: _LINGER_MS,

@@ -9,8 +9,7 @@ Guarantees
     answer is in. An answer that came already, or late, is dropped: a sampler that was started again
     may repeat its predecessor's. When a sampler closes its end or dies, all that it sent is taken,
     and ``collect`` goes on for the others: who started its process hears of it, and brings in
-    another. An answer travels in frames, so that nothing but the answer itself is as large as an
-    answer.
+    another. An answer travels in frames, so that nothing else is as large as one.
 Relies on
     The kernel closes the ends of a process that dies, and no other process has a copy of them.
     Invariant: ``_lock`` is held wherever a socket is read or closed; ``_collecting`` wherever
@@ -79,8 +78,7 @@ class GatherReceiver:
 
     def replace(self, index: int, sock: socket.socket) -> None:
         """Listen to a new sampler ``index``; any thread may call. It answers anew what its
-        predecessor had not, or in part. What that had sent and ``collect`` has not read is
-        dropped."""
+        predecessor had not, or in part; what ``collect`` has not read of that one is dropped."""
         with self._lock:
             if self._closed:
                 sock.close()

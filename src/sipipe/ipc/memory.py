@@ -28,8 +28,7 @@ _GROUP_FILES = (
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Of a control group of version 2 and 1: its limit, what is taken, and how ``memory.stat`` names what
-the groups within it take too."""
+"""Of version 2 and 1: a group's limit, what it takes, and how ``memory.stat`` names all in it."""
 
 
 def round_up(size: int, unit: int) -> int:

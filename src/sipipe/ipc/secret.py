@@ -4,8 +4,7 @@ Both ends of a connection make the same two key pairs: the listening end's and t
 end's. Public keys are as secret as the secret here: none is ever sent. CURVE's first message is
 sealed with the listener's public key and its answer with the listener's private key, so that a
 peer without the secret gets no further than the handshake, on either side; everything after it is
-encrypted with keys of that connection alone, so that a secret which leaks later opens nothing
-recorded earlier.
+encrypted with keys of that connection alone: a secret that leaks later opens nothing recorded.
 
 scrypt makes each guess at a short secret as dear as a login: a recorded handshake can be tried for
 ever. Rejected: a list of public keys (ZAP): a thread more, for peers that all have one secret.

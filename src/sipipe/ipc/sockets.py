@@ -57,8 +57,7 @@ def _reason() -> Path:
 
 
 def _place() -> str:
-    """Where they are: /tmp where the path of a socket, whose name has 36 characters, would be longer than
-    the 107 that it can be."""
+    """Where they are: /tmp if a socket's path, with its name of 36, would be longer than 107."""
     place = tempfile.gettempdir()
     behind = f"/.{PREFIX}12345678/{'-' * 36}"
     return place if len(os.fsencode(place + behind)) <= 107 else "/tmp"

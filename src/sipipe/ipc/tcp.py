@@ -50,8 +50,7 @@ def check_port(address: str, port: int, mend: str) -> None:
 
 def deafen(listener: socket.socket) -> None:
     """Have the kernel drop whatever comes to ``listener`` from now on, without touching what it has
-    accepted, as ZeroMQ's close would. Where a kernel has no such filters the port stays open, to the
-    handshake alone."""
+    accepted, as ZeroMQ's close would. A kernel without filters leaves it open to handshakes."""
     code = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     program = struct.pack("HL", 1, ctypes.addressof(code))
     with suppress(OSError):

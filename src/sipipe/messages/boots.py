@@ -59,8 +59,7 @@ class WorkerBoot:
     parts: tuple[float, ...] = ()
     """Of the output projection, expected of each stage; empty: it is not to be shared out."""
     measures: bool = False
-    """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's own
-    sampler is there."""
+    """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's does."""
     sampler_kernels: bool = True
     """Whether the device has the kernels of vLLM's sampler of its second runner."""
     rows: int
@@ -68,8 +67,7 @@ class WorkerBoot:
     speculates: bool = False
     """Whether some of them may be behind drafts."""
     cpus: tuple[int, ...] = ()
-    """What a GPU's worker is bound to once it is warmed up; empty: to nothing. vLLM binds a CPU's
-    worker itself."""
+    """What a GPU's worker is bound to once warmed up; empty: nothing. vLLM binds a CPU's itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,7 @@ class OpenChannels(Request[None], frozen=True):
     links: Sequence[LinkEndpoint]
     """By rank of the sender."""
     finals: Sequence[LinkEndpoint] = ()
-    """From the last stage to each other, where the output projection is shared out; by rank of the
-    receiver."""
+    """From the last stage to each other, where the projection is shared out; by receiver's rank."""
     logits: Any = None
     """Endpoint of BIC-L; None where no sampler draws."""
 

@@ -20,8 +20,7 @@ WEIGHTS = {
 
 
 def cost_estimate(params: SequenceParams, vocab_size: int = 128_256) -> float:
-    """Estimated seconds to sample one token of such a sequence. What penalties add by the tokens that
-    it has seen is left out."""
+    """Estimated seconds to sample one token of such a sequence; what penalties add is left out."""
     if params.greedy:
         unit = WEIGHTS["greedy"]
     elif 0 < params.top_k < vocab_size:

@@ -25,8 +25,7 @@ class LinkEndpoint:
     buffer_tokens: int
     """Tokens of a buffer; a microbatch with more crosses in pieces (:func:`buffer_tokens`)."""
     depth: int = 3
-    """Buffers, and iterations that may be sent and not yet released; one is received while another
-    is used."""
+    """Buffers: iterations that may be sent and not released; one is received as another is used."""
     stall_timeout: float = 300.0
     """Seconds that a wait takes at most where the call names no bound of its own."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -151,9 +151,8 @@ _registered: Collector | None = None
 
 
 def register() -> None:
-    """Put the collector into prometheus_client's default registry, once per process: only where
-    ``/metrics`` is served does it cost anything. Processes started later share this server's
-    identity."""
+    """Put the collector into prometheus_client's default registry, once per process: it costs only
+    where ``/metrics`` is served. Processes started later share this server's identity."""
     global _registered
     run_id()
     if _registered is not None or "PROMETHEUS_MULTIPROC_DIR" in os.environ:

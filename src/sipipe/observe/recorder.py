@@ -105,8 +105,7 @@ class Recorder:
         tokens: int = 0,
     ) -> None:
         """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``
-        (:func:`time.monotonic_ns`). Any thread may call. ``slot``: 0 to 65,535; ``batch`` is in
-        sequences."""
+        (:func:`time.monotonic_ns`). Any thread. ``slot``: 0 to 65,535; ``batch``: sequences."""
         if self._over:
             pass
         elif len(self._records) < CAPACITY:
@@ -150,8 +149,7 @@ class Recorder:
         descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
-        # wait: the disk's
-        self._size = os.write(descriptor, encode_header(self._header))
+        self._size = os.write(descriptor, encode_header(self._header))  # wait: the disk's
         return descriptor
 
     def _begin_anew(self) -> None:
@@ -213,8 +211,7 @@ def open_recorder(
     """A recorder for this process, with a file in ``directory`` unless that is None.
 
     Args:
-        header: process, host and times are filled in here. ``realtime_ns`` is what to add to this
-            host's wall clock.
+        header: process, host, times are filled in; ``realtime_ns`` is added to the wall clock.
         live: this process's block of the statistics page, which counts each phase too.
         limit: bytes of the file and the one before it; the oldest records give way. None: no limit.
 

@@ -1,5 +1,4 @@
-"""Drafts of a sequence's next tokens: by prompt lookup, as vLLM's ``ngram`` method, or by the suffix
-trees of its ``suffix`` method.
+"""Drafts of next tokens: by prompt lookup or suffix trees, as vLLM's ``ngram`` and ``suffix``.
 
 A draft is a hint that changes no draw: the sampler draws at its position as it would have in the next
 pass, if it drew the draft. How likely proposed tokens are is learnt from what came.

@@ -1,8 +1,7 @@
 """A sampler process: the state of its requests, kept from BIC-I; logits in, tokens out.
 
 Who runs here
-    The main thread follows BIC-I and draws; the thread of :class:`sipipe.ipc.parent.Parent` ends
-    the process with the engine.
+    The main thread follows BIC-I and draws; :class:`.Parent`'s ends the process with the engine.
 Guarantees
     State changes of an iteration are applied, and its draws prepared, while its logits are still
     being computed. One answer on BIC-O per iteration that has rows of this sampler.

@@ -30,8 +30,7 @@ class ThinkingBudget:
         natural_end_token_ids: Sequence[int],
         prompt_token_ids: Iterable[int],
     ) -> None:
-        """``end_token_ids`` are forced, ``natural_end_token_ids`` what a model ends by itself with,
-        where that is something else."""
+        """``end_token_ids`` are forced; a model itself may end with ``natural_end_token_ids``."""
         self.budget = budget
         self._start = list(start_token_ids)
         self._end = list(end_token_ids)

@@ -27,8 +27,7 @@ from sipipe.sampler.options import RequestOptions, no_options, row_options
 from sipipe.sampler.result import Logprobs, SampleResult
 
 _SEED_MASK = (1 << 64) - 1
-# Parameters that kernels read for every request. vLLM holds top_p and min_p in float32 too, and so
-# cuts at the same place.
+# What kernels read for every request. vLLM too has top_p and min_p in float32: the same cuts.
 _PER_REQUEST: dict[str, type[np.generic]] = {
     "temperature": np.float32,
     "top_k": np.int32,
@@ -182,13 +181,11 @@ class SequenceColumns:
         bitmask_rows: Tokens | None = None,
         follows: npt.NDArray[np.int32] | None = None,
     ) -> Callable[[npt.NDArray[Any]], SampleResult]:
-        """All of :meth:`sample` that needs no logits: what it returns takes them.
-
-        ``follows``, int32 [n]: for each row the draft that it stands behind, -1 for the first row
-        of a sequence, which the others come right after. Such a row is drawn as if the sequence had
-        the drafts before it, and only if the row before drew its draft; else its token is
-        :data:`NOT_DRAWN`. No sequence may join, leave or get a token between the two.
-        """
+        """All of :meth:`sample` that needs no logits: what it returns takes them. ``follows``,
+        int32 [n]: for each row the draft that it stands behind, -1 for the first row of a sequence,
+        which the others come right after. Such a row is drawn as if the sequence had the drafts
+        before it, and only if the row before drew its draft; else its token is :data:`NOT_DRAWN`.
+        No sequence may join, leave or get a token between the two."""
         requests = self._find(handles)
         n = requests.size
         follows, ahead = _no_drafts(n) if follows is None else (follows, ahead_of(follows))
@@ -202,8 +199,7 @@ class SequenceColumns:
             options = row_options(n, given, positions, self._vocab_size, *masks)
         else:
             options = no_options(n)
-        # Each row has as many places as it asks for: one that wants the whole vocabulary costs the
-        # others nothing.
+        # Each row has as many places as it asks for: one that wants all of V costs others nothing.
         ends = np.zeros(n + 1, np.int64)
         np.cumsum(options.wanted + 1, out=ends[1:])
         scores = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)

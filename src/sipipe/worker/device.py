@@ -100,8 +100,7 @@ class CudaStageDevice(Device):
         self._driver: CudaDriver | None = None
 
     def use(self) -> None:
-        # A new thread's is GPU 0, where its first call would make a context: memory that nobody
-        # counts, on another stage's GPU.
+        # A new thread's is GPU 0: its first call would make a context there, memory nobody counts.
         torch.cuda.set_device(self._device)
         if self._own is not None:
             torch.cuda.set_stream(self._own)
@@ -135,8 +134,7 @@ class CudaStageDevice(Device):
             if target.is_contiguous():
                 target.copy_(source, non_blocking=True)
             else:
-                # A rank's columns of wider rows, which torch would take through pageable memory,
-                # and wait.
+                # A rank's columns of wider rows: torch would take pageable memory, and wait.
                 self._driver = self._driver or CudaDriver(self._copies)
                 self._driver.copy_rows(target, source)
             event = torch.cuda.Event(blocking=True)
@@ -174,9 +172,8 @@ _MOST_OCCUPIED = 1.0
 
 def seconds(device: Device, call: Callable[[], object]) -> float:
     """What some calls take the device, each from the end of the one before: the median. The device
-    is kept busy until all are launched. Else a call whose launch takes longer than its work would
-    count as that, which serving hides behind earlier work. What the first two take does not
-    count."""
+    is kept busy until all are launched: else a call whose launch takes longer than its work would
+    count as that, which serving hides behind earlier work. The first two do not count."""
     call()
     began = time.perf_counter()
     call()

@@ -1,14 +1,12 @@
 """Token-safe execution: one set of input buffers is written while another is read (section 4.2).
 
 Two threads share a worker's sets of input buffers, two of them in the paper. The *preparing
-thread* writes the inputs of iteration i into set ``i mod sets``; the *device thread* runs the
-iterations in the same order.
+thread* writes inputs of iteration i to set ``i mod sets``; the *device thread* runs them in order.
 
 Who runs here
     The preparing thread calls :meth:`DoubleBuffer.prepare` for each scheduling output, and
     :meth:`DoubleBuffer.call` for what is not an iteration. The device thread is inside
-    :meth:`DoubleBuffer.run`; only it uses the device. Any thread may call ``close``, ``fail`` and
-    ``doing``.
+    :meth:`DoubleBuffer.run`; only it uses the device. Any thread: ``close``, ``fail``, ``doing``.
 Guarantees
     Iterations run in the order in which they were prepared. A set is not written while it is being
     read or holds inputs that were not read yet (:class:`Turns`). A call runs when every iteration
@@ -125,8 +123,7 @@ class DoubleBuffer:
         """Invariant: at most one, and no iteration is prepared and not finished while there is."""
         self._end: BaseException | None = None
         """What ended the threads; the first that did."""
-        # What each thread does now. Written by that thread, read by anyone; a str is replaced
-        # as a whole.
+        # What each thread does now: written by it, read by anyone; a str is replaced as a whole.
         self._preparing = "waits for a scheduling output"
         self.running = "has not started"
         """The device thread's, which the stage may say more exactly while it runs an iteration."""

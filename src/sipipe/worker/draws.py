@@ -51,8 +51,7 @@ def stand_ins(*, own_sampler: bool) -> Iterator[None]:
 
 def feedback_of(runner: Any, *, draws: bool) -> TokenFeedback | None:
     """What brings ``runner`` its tokens; None where its own sampler leaves them on the device. vLLM
-    makes a handler only where there is more than one stage; with CPU samplers a single one needs it
-    too."""
+    makes a handler only for several stages; with CPU samplers a single one needs it too."""
     if runner.pp_handler is None and draws:
         runner.pp_handler = TokenFeedback(runner.max_num_reqs, device=runner.device)
     feedback: TokenFeedback | None = runner.pp_handler
@@ -85,8 +84,7 @@ class NothingDrawn:
         """Whoever follows BIC-I: what the next token of some requests of ``iteration`` may be."""
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
-        """What vLLM's ``worker`` makes of an iteration of which ``execute_model`` returned
-        ``output``."""
+        """What vLLM's ``worker`` makes of an iteration whose ``execute_model`` gave ``output``."""
         return worker.sample_tokens(None)
 
     def end(self) -> None:
@@ -144,8 +142,7 @@ class Pooled(WholeBatch):
 
 
 class LastRows(NothingDrawn):
-    """On the last stage: logits of the rows that sample. ``reports``: this rank tells the engine
-    what no sampler does."""
+    """On the last stage: logits of rows that sample. ``reports``: it says what samplers do not."""
 
     def __init__(self, runner: Any, device: Device, *, reports: bool) -> None:
         self._runner = runner
@@ -293,9 +290,8 @@ class LastRows(NothingDrawn):
         return None if logits is None else logits[chosen], chosen
 
     def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:
-        """Rows of logits of ``batch`` that tokens are drawn from, in the order of
-        ``num_scheduled_tokens``: first the samplers', then those drawn here, which have no drafts.
-        And how many of the former."""
+        """Rows of logits of ``batch`` to draw tokens from, ordered as ``num_scheduled_tokens``:
+        first the samplers', and how many those are, then those drawn here, which have no drafts."""
         if (rows := inputs.logits_rows) is None:  # vLLM has prepared, and sorted
             rows = sampling_rows(inputs.output, batch)
         sampler = self._device_sampler

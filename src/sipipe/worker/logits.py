@@ -67,9 +67,8 @@ class StageLogits:
         """This rank's columns, first and last + 1. The ranks' ranges follow one another and cover
         the vocabulary; a range may be empty."""
         processors = [m for m in self._model.modules() if isinstance(m, LogitsProcessor)]
-        self.processor = (
-            processors[0] if [type(m) for m in processors] == [LogitsProcessor] else None
-        )
+        plain = [type(m) for m in processors] == [LogitsProcessor]
+        self.processor = processors[0] if plain else None
         """vLLM's, which projects; None where the model has another or several."""
         layer: Any = getattr(self._model, "lm_head", None)
         indices = getattr(layer, "shard_indices", None)
@@ -83,9 +82,8 @@ class StageLogits:
         ):
             return
         self.shard = int(layer.num_embeddings_per_partition)
-        self.bounds = tuple(
-            min(rank * self.shard, self.vocab_size) for rank in range(layer.tp_size + 1)
-        )
+        starts = (rank * self.shard for rank in range(layer.tp_size + 1))
+        self.bounds = tuple(min(start, self.vocab_size) for start in starts)
         self.columns = (self.bounds[layer.tp_rank], self.bounds[layer.tp_rank + 1])
         self._gather = gather = processors[0]._gather_logits
         processors[0]._gather_logits = lambda logits: gather(logits) if self._whole_rows else logits
@@ -94,11 +92,8 @@ class StageLogits:
         self, hidden: torch.Tensor, into: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """[n, H] to [n, columns of this rank], in the projection's dtype; None on a rank that vLLM's
-        gather leaves without logits.
-
-        The result lies in ``into``, of its shape and dtype, if the projection lets its memory be
-        chosen; otherwise that holds anything.
-        """
+        gather leaves without logits. The result lies in ``into``, of its shape and dtype, if the
+        projection lets its memory be chosen; otherwise that holds anything."""
         self._whole_rows = self.shard is None
         try:
             with placed_in(into, hidden):

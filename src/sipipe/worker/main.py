@@ -7,8 +7,7 @@ Who runs here
     :class:`sipipe.ipc.parent.Parent` answers, and ends the process with the engine.
 Guarantees
     Every iteration of BIC-I is run once, in order, by every rank of every stage; control calls
-    run between iterations. An exception in an iteration is sent to the engine, which stops with
-    it; nothing is retried.
+    run between iterations. An exception in one stops the engine, which is told; nothing is retried.
 Relies on
     BIC-I's order, which is the only order there is between stages: no stage waits for another
     except through hidden states and BIC-I.
@@ -125,10 +124,8 @@ class Main:
         parent.doing = self._doing
         # The engine removes it once all ranks have joined, unless it was killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
-        stage = boot.place.stage
-        self._recorder = record_process(
-            boot.watched, "stage", stage, boot.place.tp_rank, boot.layers[stage]
-        )
+        stage, rank = boot.place.stage, boot.place.tp_rank
+        self._recorder = record_process(boot.watched, "stage", stage, rank, boot.layers[stage])
 
     def load(self) -> StageLoop:
         """Load the model shard of this stage and rank, and report READY."""
@@ -161,12 +158,9 @@ class Main:
 
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
+        fail = partial(_say_failure, self._parent)
         around = Surroundings(
-            boot=boot,
-            wrapper=wrapper,
-            report=self._parent.say,
-            recorder=self._recorder,
-            fail=partial(_say_failure, self._parent),
+            boot=boot, wrapper=wrapper, report=self._parent.say, recorder=self._recorder, fail=fail
         )
         self._loop = StageLoop(around, self._sockets)
         if boot.of_main_thread:
@@ -218,9 +212,8 @@ class Main:
                 f"channel bic-i: the scheduling output of iteration {header.number} is damaged: "
                 f"{error!r}"
             ) from None
-        self._recorder.record(
-            Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
-        )
+        now = time.monotonic_ns()
+        self._recorder.record(Phase.WAIT_SCHEDULING, header.number, header.slot, began, now)
         loop.run(header.number, header.slot, output, header.logits_row, header.logits_rows)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:

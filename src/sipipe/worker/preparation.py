@@ -16,8 +16,7 @@ scheduling output: :class:`TokenFeedback` takes them from there. ``Sampler`` kee
 parameters of each request, a count of every token of the vocabulary among it; where samplers draw
 on CPUs, :class:`StandInSampler` keeps nothing.
 
-Who runs here: the preparing thread in ``prepare``; the device thread in ``begin`` and in what the
-runner calls.
+Who runs here: the preparing thread in ``prepare``; the device thread in ``begin`` and the rest.
 """
 
 from types import SimpleNamespace

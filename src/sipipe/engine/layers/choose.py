@@ -28,10 +28,9 @@ logger = init_logger(f"vllm.{__name__}")
 def choose_layers(
     vllm_config: VllmConfig, config: SiPipeConfig, *, by_cost: bool
 ) -> tuple[int, ...]:
-    """Decoder layers of each stage, first stage first. ``by_cost``: whether ``"auto"`` may weigh
-    the output projection: not where vLLM's sampler is on the last stage too. Raises ConfigError:
-    ``"layers"`` does not fit the model or the stages, or contradicts
-    ``VLLM_PP_LAYER_PARTITION``."""
+    """Decoder layers of each stage. ``by_cost``: whether ``"auto"`` may weigh the projection:
+    not where vLLM's sampler is on the last stage too. Raises ConfigError: ``"layers"`` does not fit
+    the model or the stages, or contradicts ``VLLM_PP_LAYER_PARTITION``."""
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     total = model.get_total_num_hidden_layers()
     if config.layers != "auto" and envs.VLLM_PP_LAYER_PARTITION is not None:
@@ -45,12 +44,8 @@ def choose_layers(
                 f"{total} layers together, not {list(config.layers)}"
             )
         return config.layers
-    if (
-        is_free(config)
-        and by_cost
-        and 1 < stages <= total
-        and (facts := model_facts(vllm_config)) is not None
-    ):
+    free = by_cost and is_free(config) and 1 < stages <= total
+    if free and (facts := model_facts(vllm_config)) is not None:
         return _cut(vllm_config, facts, config.kv_loss)
     try:
         bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]

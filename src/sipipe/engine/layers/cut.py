@@ -12,11 +12,14 @@ from typing import Literal
 
 from sipipe.engine.layers.facts import ModelFacts
 
+Device = Literal["cpu", "gpu"]
+Cut = tuple[int, ...]
+"""Layers of each stage."""
+
 _FIXED_BYTES = {"cpu": 5e6, "gpu": 100e6}
-"""Bytes of weights whose product takes as long as what a layer costs besides its weights
-(attention, norms, launches). CPU: 32 sequences of the benchmark model on one core take 1.01 ms a
-layer of 6.3 MB and 14.7 ms the projection of 156 MB. GPU: 40 us a layer at 2.5 TB/s, as the planner
-assumes; not measured."""
+"""Bytes of weights whose product takes as long as the rest of a layer (attention, norms, launches).
+CPU: 32 sequences of the benchmark model on one core take 1.01 ms a layer of 6.3 MB and 14.7 ms the
+projection of 156 MB. GPU: the planner's 40 us a layer at 2.5 TB/s, not measured."""
 _DECODE_SHARE = 0.5
 """Part of the tokens that meet the projection: prompts meet the layers only, and are assumed to
 have as many tokens as the outputs. With none of them the last stage would get fewer layers."""
@@ -29,8 +32,7 @@ EVEN = 1.15
 """How many times as quick or slow as the last stage's a device has to be for its columns to be
 computed with its own speed: equal ones differ less where nothing disturbs them."""
 _WORTH_IT = 0.05
-"""Part of the slowest stage's time below which the even cut, which leaves most room for the KV
-cache, is kept."""
+"""Part of the slowest stage's time below which the even cut is kept, for its room for KV cache."""
 
 
 def cut_layers(
@@ -38,14 +40,13 @@ def cut_layers(
     p: int,
     t: int = 1,
     *,
-    device: Literal["cpu", "gpu"] = "gpu",
+    device: Device = "gpu",
     kv_loss: float = 1.0,
     memory: float = math.inf,
-) -> tuple[int, ...]:
-    """Layers of each of ``p`` stages of ``t`` ranks, for the shortest slowest stage. vLLM's even
-    cut where that is not at least 5 % shorter, or where every better one costs more than
-    ``kv_loss`` of its KV cache's tokens; ``memory`` as :func:`kv_lost` has it. Requires ``1 <= p <=
-    facts.layers``."""
+) -> Cut:
+    """Layers of ``p`` stages of ``t`` ranks, for the shortest slowest stage. vLLM's even cut where
+    that is not at least 5 % shorter, or every better one costs more than ``kv_loss`` of its KV
+    cache's tokens; ``memory`` as :func:`kv_lost` has it. Requires ``1 <= p <= facts.layers``."""
     costs, projection = _costs(facts, t, device)
     even = layer_split(facts.layers, p)
     least = (1 - kv_loss) * _tokens(facts, even, t, memory)
@@ -59,35 +60,27 @@ def cut_layers(
     return even
 
 
-def kv_lost(
-    facts: ModelFacts, layers: tuple[int, ...], t: int = 1, memory: float = math.inf
-) -> float:
+def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf) -> float:
     """Part of the tokens of an even cut's KV cache that ``layers`` leave no room for. ``memory``:
-    bytes of a rank for weights and cache; without a bound every stage's cache has as many bytes, as
-    on CPUs."""
+    bytes of a rank for weights and cache; without a bound all stages have as many, as on CPUs."""
     even = _tokens(facts, layer_split(facts.layers, len(layers)), t, memory)
     return 1 - _tokens(facts, layers, t, memory) / even if even > 0 else 0.0
 
 
 def speed_up(
-    facts: ModelFacts,
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    t: int = 1,
-    *,
-    device: Literal["cpu", "gpu"] = "gpu",
+    facts: ModelFacts, before: Cut, after: Cut, t: int = 1, *, device: Device = "gpu"
 ) -> float:
     """How many times as long the slowest stage is with layers ``before`` as with ``after``."""
     costs, projection = _costs(facts, t, device)
     return _slowest(costs, projection, before) / _slowest(costs, projection, after)
 
 
-def _slowest(costs: list[float], projection: float, layers: tuple[int, ...]) -> float:
+def _slowest(costs: list[float], projection: float, layers: Cut) -> float:
     times = _stage_costs(costs, layers)
     return max(*times, times[-1] + projection)
 
 
-def _tokens(facts: ModelFacts, layers: tuple[int, ...], t: int, memory: float) -> float:
+def _tokens(facts: ModelFacts, layers: Cut, t: int, memory: float) -> float:
     """Of the stage whose cache holds the fewest, in any unit; 0 where its weights do not fit."""
     if memory == math.inf:
         return 1 / max(layers)
@@ -101,24 +94,16 @@ def _tokens(facts: ModelFacts, layers: tuple[int, ...], t: int, memory: float) -
 
 
 def share_projection(
-    facts: ModelFacts,
-    cut: tuple[int, ...],
-    even: tuple[int, ...],
-    t: int = 1,
-    *,
-    device: Literal["cpu", "gpu"] = "cpu",
+    facts: ModelFacts, cut: Cut, even: Cut, t: int = 1, *, device: Device = "cpu"
 ) -> tuple[tuple[float, ...], float]:
-    """What part of the output projection each stage with ``even`` layers multiplies by, so that the
-    slowest is as short as can be, and how many times as long the slowest is with layers ``cut`` and
-    all of it on the last stage."""
+    """What part of the output projection each stage with ``even`` layers multiplies by, for the
+    shortest slowest one, and how many times as long that is with ``cut`` and all on the last."""
     costs, projection = _costs(facts, t, device)
     parts, slowest = fill(_stage_costs(costs, even), [projection] * len(even))
     return parts, _slowest(costs, projection, cut) / slowest
 
 
-def layers_work(
-    facts: ModelFacts, layers: tuple[int, ...], t: int, device: Literal["cpu", "gpu"]
-) -> tuple[float, ...]:
+def layers_work(facts: ModelFacts, layers: Cut, t: int, device: Device) -> tuple[float, ...]:
     """What each stage's ``layers`` cost a rank, in any unit."""
     return tuple(_stage_costs(_costs(facts, t, device)[0], layers))
 
@@ -146,14 +131,14 @@ def fill(times: Sequence[float], projections: Sequence[float]) -> tuple[tuple[fl
     return tuple(parts), max(*times, level)
 
 
-def _costs(facts: ModelFacts, t: int, device: Literal["cpu", "gpu"]) -> tuple[list[float], float]:
+def _costs(facts: ModelFacts, t: int, device: Device) -> tuple[list[float], float]:
     """What each layer and the projection cost a rank, in bytes of weights."""
     layers = range(facts.layers)
     costs = [_layer_bytes(facts, layer) / t + _FIXED_BYTES[device] for layer in layers]
     return costs, facts.embedding_parameters * facts.activation_bytes / t * _DECODE_SHARE
 
 
-def _stage_costs(costs: list[float], layers: tuple[int, ...]) -> list[float]:
+def _stage_costs(costs: list[float], layers: Cut) -> list[float]:
     ends = itertools.accumulate(layers)
     return [sum(costs[end - count : end]) for end, count in zip(ends, layers, strict=True)]
 
@@ -167,14 +152,13 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
     return parameters * facts.weight_bytes
 
 
-def _shortest(costs: list[float], projection: float, p: int, most: int) -> tuple[int, ...]:
-    """The cut with the shortest slowest stage, none of more than ``most`` layers; of equal ones the
-    most even."""
+def _shortest(costs: list[float], projection: float, p: int, most: int) -> Cut:
+    """The cut for the shortest slowest stage, of ``most`` at most; of equal ones the most even."""
     total = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
 
     @functools.cache
-    def best(first: int, stages: int) -> tuple[float, int, tuple[int, ...]]:
+    def best(first: int, stages: int) -> tuple[float, int, Cut]:
         """(slowest stage, sum of squares, layers) of the ``stages`` last stages, from ``first``."""
         if stages == 1:
             count = total - first
@@ -191,7 +175,7 @@ def _shortest(costs: list[float], projection: float, p: int, most: int) -> tuple
     return best(0, p)[2]
 
 
-def layer_split(layers: int, p: int) -> tuple[int, ...]:
+def layer_split(layers: int, p: int) -> Cut:
     """Layers per stage: as even as possible, the last stage (which also has the output
     projection) never among those with one more, as vLLM splits."""
     base, rest = divmod(layers, p)

@@ -78,11 +78,8 @@ class ConcurrencyController:
         self._held_for = 0
 
     def prices(self) -> Prices:
-        """On the stage that takes longest, in seconds; in tokens until that is known.
-
-        The stage that is slowest for a decoding batch and for a prompt's chunk may differ: that of
-        a chunk counts.
-        """
+        """On the stage that takes longest for a prompt's chunk (for a decoding batch it may be
+        another), in seconds; in tokens until that is known."""
         if self.times.fits != self._priced:
             self._priced = self.times.fits
             found = [self.times.prices(i) for i in range(self.stages)]
@@ -108,8 +105,7 @@ class ConcurrencyController:
         return microbatches * period([slowest], phases + unseen, microbatches)
 
     def _decoding(self, batch: float) -> tuple[float, float]:
-        """Seconds of one microbatch on the slowest stage, and of its way through the pipeline that
-        are some phase's."""
+        """Seconds of one microbatch on the slowest stage, and of its way that are some phase's."""
         each, p = self.times.seconds(Load(1.0, batch)), self.stages
         own, shared = each[p : 2 * p], each[2 * p : 3 * p]
         return max(own), passing(own, shared) + each[3 * p]
@@ -119,13 +115,11 @@ class ConcurrencyController:
 
     def price(self, sequences: float) -> float | None:
         """What part of a period one more row in each microbatch of ``sequences`` costs, 0 to 1;
-        None while it is not known. What no phase has is left out: where cores are short, rows
-        lengthen it too."""
+        None: not known yet. What no phase has is left out: rows lengthen it too on few cores."""
         if not self._ready() or not all(self.times.sloped[self.stages : 2 * self.stages]):
             return None
-        now, more = (
-            self._period(sequences * self.rows + added, self.formed, 0.0) for added in (0, 1)
-        )
+        rows = sequences * self.rows
+        now, more = (self._period(rows + added, self.formed, 0.0) for added in (0, 1))
         return max(0.0, more - now) / now
 
     def within(self, seconds: float, most: int) -> int:
@@ -136,18 +130,15 @@ class ConcurrencyController:
         return bisect_right(range(1, most + 1), seconds, key=took)
 
     def took(self, seconds: float, batch: float, microbatches: int) -> None:
-        """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.
-
-        Where the slowest stage fills it, what no phase has is at most what is left, and is forgotten
+        """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``. Where
+        the slowest stage fills it, what no phase has is at most what is left, and is forgotten
         little by little: too much of it speaks for many microbatches, with which nothing would ever
-        correct it; too little brings fewer, with which it is seen.
-        """
+        correct it; too little brings fewer, with which it is seen."""
         if not self._ready():
             return
         slowest, phases = self._decoding(batch)
         unseen = min(seconds - phases, OUTLIER * max(self.unseen, 0.0) + 1e-3)
-        full = microbatches > 1 and microbatches * slowest > FULL * seconds
-        if full:
+        if microbatches > 1 and microbatches * slowest > FULL * seconds:
             unseen = min(unseen, FORGET * self.unseen)
         self.unseen += 0.1 * (unseen - self.unseen)
 

@@ -150,10 +150,7 @@ def _failed(errors: dict[str, str]) -> dict[str, Any]:
     made = getattr(outputs, "RequestError", None)
     if made is None:
         return dict(errors)
-    return {
-        request_id: made(code="generation_error", message=reason)
-        for request_id, reason in errors.items()
-    }
+    return {name: made(code="generation_error", message=why) for name, why in errors.items()}
 
 
 def observed(

@@ -28,8 +28,7 @@ Guarantees (``tests/engine/scheduling/test_policy.py`` holds them over random hi
 - With every slot open, the spread max - min of decode counts after a visit is at most
   ``max(1, previous spread + sequences that left or joined since)``; joins alone do not raise it
   above 1 unless more are about to follow (``arriving``); without joins and leaves it falls to 1.
-- Between two visits of a slot its members change by joins, leaves and moves from the
-  visited slot only.
+- Between visits of a slot its members only change by joins, leaves and moves from the one visited.
 - Every sequence is in exactly one slot, and each slot is visited every m visits: none starves.
 """
 
@@ -73,10 +72,8 @@ class SlotPolicy:
 
     Args:
         max_tokens: Token budget of one microbatch, 1 or more.
-        controller: Knows what a microbatch takes, and says how many slots to open where
-            ``min_sequences`` leaves it open.
-        align: Prompts are cut at whole blocks of so many tokens where they can be, and no finer
-            than ``least``.
+        controller: Says what a microbatch takes, and how many slots to open by default.
+        align, least: Of a prompt chunk: blocks of ``align`` if possible, ``least`` tokens or more.
     """
 
     def __init__(
@@ -142,8 +139,7 @@ class SlotPolicy:
         Args:
             joining: Running sequences without a slot whose prompt is scheduled.
             look: What one with a slot is like now; None: it computes its prompt again.
-            pending_prefill: What prompt tokens not yet scheduled take, at :attr:`prices`; of
-                started and waiting requests.
+            pending_prefill: What unscheduled prompt tokens of all requests take, at :attr:`prices`.
             started_prefill: Of these, those of requests that hold KV cache already.
             arriving: Requests that those tokens belong to: they join within about a period.
             kv_free: Free share of the KV cache, 0 to 1.
@@ -216,27 +212,22 @@ class SlotPolicy:
             self._resizing = max(counts) - min(counts) > 1
 
     def _join(self, sequence: Sequence, last: int, to_come: int) -> int:
-        """Place a sequence whose prompt ended at the previous visit, that of slot ``last``; returns
-        its slot."""
+        """Place a sequence whose prompt ended in slot ``last``, just visited; returns its slot."""
         share = -(-(len(self.slot_of) + to_come) // self._active)
-        if last < self._active and len(self._members[last]) < share:
-            slot = last
-        else:
-            slot = self._lightest(last)
+        stays = last < self._active and len(self._members[last]) < share
+        slot = last if stays else self._lightest(last)
         self._place(sequence, slot)
         return slot
 
     def _lightest(self, origin: int) -> int:
         """The open slot with the fewest sequences, then least context, then next after origin."""
         unit = self.prices.sequence
-        return min(
-            range(self._active),
-            key=lambda slot: (
-                len(self._members[slot]),
-                self._contexts[slot] // unit,
-                (slot - origin) % self.slots,
-            ),
-        )
+
+        def weight(slot: int) -> tuple[float, ...]:
+            after = (slot - origin) % self.slots
+            return len(self._members[slot]), self._contexts[slot] // unit, after
+
+        return min(range(self._active), key=weight)
 
     def _rebalance(self, visited: int, members: list[Sequence]) -> None:
         """Level counts, then context, by handing members of the visited slot to a lighter one."""

@@ -17,8 +17,7 @@ seconds of :mod:`sipipe.engine.scheduling.times`:
   chunks of one prompt take equal times, and have the fewer tokens the more lies before them.
 - It is not cut finer than 64 / m tokens, and 24: the first token would only come later.
 - ``tpot_target_ms`` bounds what decoding sequences are delayed by.
-- As the free KV cache runs out, no prompt is started, so that decoding sequences can grow
-  instead of preempting one another.
+- As the KV cache runs out, no prompt starts: decoding sequences can grow without preemption.
 """
 
 import math
@@ -43,8 +42,7 @@ class Allowance:
         room: tokens for prompts.
         least: tokens that a first chunk has where there is any allowance.
         decodes: what shall be in the microbatch besides.
-        align: where a prompt's chunk ends, at whole blocks of so many tokens, if that takes an
-            eighth of it away at most.
+        align: a chunk ends at whole blocks of so many tokens, if that costs it an eighth at most.
         starts: whether a prompt may start that holds no KV cache.
         slack: seconds more for a prompt's rest, that it need no microbatch of its own.
     """
@@ -73,8 +71,7 @@ class Allowance:
         return self._bounded((self._seconds + self._slack) / self._prices.token)
 
     def fitting(self, start: int, more: float = 0.0) -> int:
-        """Tokens of a prompt behind ``start`` that there is still room and time for, and ``more``
-        seconds."""
+        """Tokens of a prompt behind ``start`` that have room, and time with ``more`` seconds."""
         return self._bounded(self._prices.fitting(self._seconds + more, start))
 
     def _bounded(self, fit: float) -> int:
@@ -144,8 +141,7 @@ class PrefillThrottle:
         """What prompts may take at this visit.
 
         Args:
-            pending: Seconds, at these prices, of prompt tokens not yet scheduled of requests that
-                may run.
+            pending: Seconds, at these prices, of unscheduled prompts' tokens that may run.
             started: Of these, those of requests that hold KV cache.
             decodes: What decodes in this microbatch.
             running: Sequences that decode in any slot.
@@ -177,8 +173,7 @@ class PrefillThrottle:
                 max(self._others, default=0.0) - decoding,
             )
             if settings.tpot_target_ms and running and measured:
-                most = settings.tpot_target_ms / 1e3 / self._slots - decoding
-                seconds = min(seconds, most)
+                seconds = min(seconds, settings.tpot_target_ms / 1e3 / self._slots - decoding)
             seconds = max(seconds, TINY)
         self._others.append(decoding + min(seconds, pending))
         return Allowance(

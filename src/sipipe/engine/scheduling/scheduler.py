@@ -8,11 +8,9 @@ through three things that vLLM's ``schedule`` already looks at:
 - ``Request.next_decode_eligible_step``: a running request with a slot is told to wait for a step
   that never comes, but at its slot's visit. It stays in ``running``, in its place, so that
   preemption, priorities, request limits and statistics see exactly what they see without us.
-- ``max_num_scheduled_tokens``, lowered for the length of the call to the slot's decode tokens
-  plus the prefill allowance.
-- ``_reserve_prefill_lookahead`` and ``_mamba_block_aligned_split``, which clip a prefill chunk,
-  clip it to that allowance as well, so that a long prompt ahead in ``running`` cannot take the
-  tokens of the decodes behind it.
+- ``max_num_scheduled_tokens``, lowered for the call to decode tokens plus the prefill allowance.
+- ``_reserve_prefill_lookahead`` and ``_mamba_block_aligned_split``, which clip prefill chunks, clip
+  them to that too: a long prompt ahead in ``running`` takes no tokens of the decodes behind it.
 
 Rejected: taking hidden requests out of ``running`` for the call. A request that is out cannot be
 preempted, and putting the survivors back has to guess where the parent's appends and preemptions
@@ -96,8 +94,7 @@ class PipelineScheduler(Scheduler):
         self._prompts_wait = False
         """... and whether there were such tokens, of these or of waiting requests."""
         self._adapter_last_step: dict[int, int] = {}
-        # Whether the last visit found nothing to run; whether a batch has come back right after, or is
-        # to come. How many are.
+        # The last visit was empty; a batch has come back right after, or is to; how many are out.
         self._empty = self._hurries = False
         self._out = 0
         self.slot = self.turn = 0
@@ -123,11 +120,10 @@ class PipelineScheduler(Scheduler):
             self._allowance = None
             for sequence in plan.decode:
                 sequence.id.next_decode_eligible_step = NEVER
-        self.load = plan.prefill.formed(
-            output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        )
+        total = output.total_num_scheduled_tokens
+        self.load = plan.prefill.formed(output.num_scheduled_tokens, total)
         self.slot, self.turn = plan.slot, self.turn + 1
-        self._empty, self._hurries = not output.total_num_scheduled_tokens, False
+        self._empty, self._hurries = not total, False
         self._out += not self._empty
         return output
 
@@ -145,14 +141,11 @@ class PipelineScheduler(Scheduler):
         return outputs
 
     def has_requests(self) -> bool:
-        """vLLM's, but False once after the step of an empty visit, where a batch is out or has come back.
-
-        A closed slot's visit is empty, and the step that makes it ends with the oldest batch's
-        result. EngineCore's loop asks this next, and pauses for a millisecond after an empty visit
-        if there are requests: just when those of that batch could run again, or others be scheduled
-        ahead. Who else should ask first loses nothing: the empty batch is in the queue, so the loop has
-        work.
-        """
+        """vLLM's, but False once after the step of an empty visit, where a batch is out or has come
+        back. A closed slot's visit is empty, and its step ends with the oldest batch's result.
+        EngineCore's loop asks this next, and pauses for a millisecond after an empty visit if there
+        are requests: just when those of that batch could run again, or others be scheduled ahead.
+        Who else asks first loses nothing: the loop has the empty batch in its queue."""
         if self._hurries and envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # else there is no loop
             self._hurries = False
             return False
@@ -210,12 +203,10 @@ class PipelineScheduler(Scheduler):
         return tokens
 
     def _allowed_adapters(self, plan: Plan) -> set[int] | None:
-        """LoRA adapters that may enter; None where all that want to enter fit.
-
-        vLLM asserts that running requests of a batch need at most ``max_loras`` adapters, but
-        only checks it as it admits. Slots and prefill chunks can bring more together: then the
-        adapters that have waited longest go first.
-        """
+        """LoRA adapters that may enter; None where all that want to enter fit. vLLM asserts that
+        running requests of a batch need at most ``max_loras`` adapters, but only checks it as it
+        admits. Slots and prefill chunks can bring more together: then the adapters that have waited
+        longest go first."""
         if self.lora_config is None:
             return None
         entering: Iterable[Request] = [*(sequence.id for sequence in plan.decode), *self._prompts]
@@ -274,8 +265,7 @@ class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
 
 
 def _pending_tokens(request: Request) -> int:
-    """Tokens that are known, or counted, and not yet scheduled; 0 while the last one is in flight, where
-    it is not counted before."""
+    """Tokens known or counted, and not scheduled; 0 while the last one is in flight uncounted."""
     known: int = request.num_tokens_with_spec + request.num_output_placeholders
     pending: int = known - request.num_computed_tokens
     return pending

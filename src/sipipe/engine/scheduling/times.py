@@ -93,12 +93,10 @@ class Prices(NamedTuple):
 
 
 def usual(facts: ModelFacts | None = None) -> Prices:
-    """Prices in tokens where nothing is measured, of that model or of a dense one.
-
-    A device reads a weight in the time in which it multiplies it with :data:`READ` tokens, and a
-    pass reads all of them; prompts attend by products of their heads; decoding sequences share
-    nothing, and read 4,096 tokens of context while they are multiplied once.
-    """
+    """Prices in tokens where nothing is measured, of that model or of a dense one. A device reads a
+    weight in the time in which it multiplies it with :data:`READ` tokens, and a pass reads all of
+    them; prompts attend by products of their heads; decoding sequences share nothing, and read
+    4,096 tokens of context while they are multiplied once."""
     if facts is None:
         return Prices(READ, 1.0, 1.0, 1 / 4096, 1 / 24576)
     attention = facts.attention
@@ -143,9 +141,7 @@ class BatchTimes:
 
     def add(self, loads: Sequence[Load], seconds: Sequence[float]) -> None:
         """``seconds`` were taken for ``loads``, by process; a load of no batches says nothing.
-
-        Counts with the next :data:`TOGETHER`, at once: so one costs 15 us, and 90 alone.
-        """
+        Counts with the next :data:`TOGETHER`, at once: so one costs 15 us, and 90 alone."""
         self._new.append((loads, seconds))
         if len(self._new) >= TOGETHER:
             self._take(*map(np.array, zip(*self._new, strict=True)))

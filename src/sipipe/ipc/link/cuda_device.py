@@ -5,8 +5,7 @@ tested with a stand-in that keeps CUDA's order: copies happen later, in a stream
 
 Memory that another process maps comes from the driver (``cuMemAlloc``), not from torch's
 allocator, whose blocks share an allocation and, with expandable segments, cannot be exported.
-The driver's functions are called with :mod:`ctypes`, which leaves the GIL; events and streams are
-torch's own.
+The driver is called with :mod:`ctypes`, which leaves the GIL; events and streams are torch's.
 """
 
 import ctypes
@@ -22,8 +21,7 @@ _HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
 class CudaDriver:
-    """The driver, about the current CUDA device of the thread that makes it; ``copies``: the stream
-    of all copies."""
+    """The driver, about its thread's current CUDA device; ``copies``: the stream of all copies."""
 
     def __init__(self, copies: Any) -> None:
         self._index = torch.cuda.current_device()

@@ -1,5 +1,4 @@
-"""What packets of a link say, and the Unix packet socket that carries them between two stages of one
-host, with the process behind it.
+"""What packets of a link say, and the Unix packet socket that carries them within a host.
 
 ``DATA`` announces one frame and is the only packet of a steady iteration. ``SCHEMA`` precedes the
 first frame of a new tensor schema and has its description as body. ``RELEASE`` flows backwards
@@ -42,8 +41,7 @@ class Header(NamedTuple):
 
     kind: int
     frame: int = 0
-    """Counts the frames of a link from 0. Frame f lies in buffer f modulo ``depth``.
-    HELLO: the process that speaks."""
+    """Counts a link's frames from 0; frame f lies in buffer f mod ``depth``. HELLO: the process."""
     iteration: int = 0
     num_tokens: int = 0
     fingerprint: int = 0
@@ -62,8 +60,7 @@ def unpack(packet: memoryview) -> Header:
 class PacketConnection:
     """Wraps a connected socket, which it owns. One thread at a time receives; any number send. The
     peer's death is the end of the socket or, once :meth:`watch` was called, the end of its process:
-    a child that the peer forked (a compiler, say) may hold the socket open long after the peer is
-    gone."""
+    a child that the peer forked (a compiler, say) may hold the socket open long after."""
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self._sock = sock
@@ -123,8 +120,7 @@ class PacketConnection:
         raise self.died()
 
     def receive_descriptor(self) -> int:
-        """The descriptor that comes with the next packet; the caller closes it. Raises
-        PeerDiedError: it did not come."""
+        """The descriptor with the next packet; the caller closes it. PeerDiedError: none came."""
         with contextlib.suppress(OSError):
             # wait: none of its own, `stall_timeout` for the iteration: the peer sends it with the
             # packet before; it, the peer's death, `interrupt`

@@ -61,8 +61,7 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def capture(cls, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> TensorSchema:
         """Read the schema off one iteration's tensors; TypeError: a value is none. The token
         dimension is the first that is ``num_tokens`` long; a tensor without one has a fixed shape.
-        A guess that only looked right is corrected by the next iteration that does not fit, which
-        captures anew."""
+        A wrong guess is corrected by the next iteration that does not fit, which captures anew."""
         specs = []
         for key, tensor in tensors.items():
             shape = getattr(tensor, "shape", None)

@@ -93,8 +93,7 @@ class Sender:
             num_tokens: padding included; the receiver must expect the same number.
             tensors: [num_tokens, ...] or of a fixed shape, any dtype. With ``shm``, our thread copies
                 tensors on a GPU to host memory when the kernels queued so far are done.
-            timeout: seconds to wait when the receiver is ``depth`` iterations behind; None: the
-                link's ``stall_timeout``.
+            timeout: seconds to wait if the receiver is ``depth`` behind; None: ``stall_timeout``.
 
         Raises StallError: the receiver released nothing for ``timeout`` seconds. PeerDiedError: the
         receiver's process ended. LinkClosedError: this end or the receiver's was closed.
@@ -206,8 +205,7 @@ class Sender:
 
     def _released(self, frame: int, bound: float) -> bool:
         """Whether the receiver has released ``frame``, or does before it releases nothing for ``bound``
-        seconds; True if there is no such frame. One thread reads releases at a time; the other hears of
-        them from it, and reads next."""
+        seconds; True: no such frame. One thread at a time reads releases, and tells the other."""
         buffer, before = frame % self._depth, frame // self._depth
         if self._given_back[buffer] > before:
             return True

@@ -46,8 +46,7 @@ class _Packets:
 
 
 Lost = Callable[[PeerDiedError], None]
-"""Told when the other stage is gone, by a thread of the connection: a stage that is idle asks for
-nothing."""
+"""Told by a thread of the connection that the other stage is gone; an idle one asks for nothing."""
 
 
 class ZeromqSending(ShmSending):

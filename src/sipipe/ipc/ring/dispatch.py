@@ -8,8 +8,7 @@ Guarantees
     entry is read in place. A larger one is cut into consecutive entries, and each reader puts it
     together in memory of its own. A producer whose time is up amid a cut message gives it up, and
     the readers drop what they have of it.
-    A dead reader holds nobody up. The producer hears that it died elsewhere, and says so with
-    ``remove_reader``.
+    A dead reader holds nobody up. The producer hears of it elsewhere, and calls ``remove_reader``.
 
 An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message. In
 the entry, or in the memory of a reader that puts a message together:
@@ -39,9 +38,8 @@ _MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
 @dataclass(slots=True)
 class Message:
     """One received message, a context manager that gives the memory back at its end. ``parts`` are
-    read-only, and can be read until then, at the latest until the next receive; afterwards the
-    content of an array made from one changes: copy what must live longer. ``sequence`` counts from
-    the producer's first message."""
+    read-only, and can be read until then, or the next receive; then the content of an array made
+    from one changes: copy what must live longer. ``sequence`` counts the producer's from 0."""
 
     sequence: int
     parts: Sequence[memoryview]
@@ -154,16 +152,14 @@ class DispatchProducer:
                 writer.claim_nowait()
             return sequence
 
-    def _publish_cut(
-        self, sequence: int, views: Sequence[Part], total: int, timeout: float
-    ) -> None:
+    def _publish_cut(self, sequence: int, views: Sequence[Part], size: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        source = memoryview(bytearray(total))
+        source = memoryview(bytearray(size))
         lay_out(source, views)
-        for offset in range(0, total, self._ring.layout.entry_bytes):
+        for offset in range(0, size, self._ring.layout.entry_bytes):
             piece = source[offset : offset + self._ring.layout.entry_bytes]
             self._writer.reserve(timeout, deadline)[: len(piece)] = piece
-            self._writer.publish((sequence, offset, len(piece), len(views), total))
+            self._writer.publish((sequence, offset, len(piece), len(views), size))
 
     def add_reader(self, name: str) -> None:
         """Declare a reader whose first message is the next one to be published. It may be a name

@@ -83,13 +83,11 @@ class RingWriter:
 
     @property
     def _oldest(self) -> int:
-        """The cursor of the readers that the claim waits for: one at use u holds entry u, and its
-        cursor is u + 1."""
+        """Cursor of those the claim waits for: one at use u holds entry u with cursor u + 1."""
         return self.next + 2 - self._entries
 
     def _late(self, timeout: float) -> StallError:
-        """The error that names the late readers, or in place of each the ranks that it waits
-        for."""
+        """The error that names the late readers, or for each the ranks that it waits for."""
         names: dict[str, None] = {}
         ranks = [rank for rank in range(self.ring.layout.ranks) if rank != self.rank]
         for k, name in self.ring.readers():
@@ -210,8 +208,7 @@ class RingReader:
         return words
 
     def unlock_previous(self) -> None:
-        """Unlock the entry before the one that was received last, which could wait until its
-        message was read. Idempotent."""
+        """Unlock the entry before the one received last, once that has been read. Idempotent."""
         self._words[self._base + at.R_CURSOR] = self.next
         if self._holds_previous:
             self._holds_previous = False

@@ -3,8 +3,7 @@
 Who runs here
     One writer process per tensor-parallel rank, any number of readers, and the owner of the memory.
 Guarantees
-    An iteration's logits are one contiguous array ``[batch, V]``, of which each rank writes its
-    part of the vocabulary.
+    An iteration's logits are a contiguous array ``[batch, V]``, each rank writing its part of V.
 Relies on
     The engine, which gives iterations in flight rows that do not overlap, and tells all ranks the
     same (:mod:`sipipe.engine.logits_room`). An entry of the ring is a header: where the rows are.
@@ -56,8 +55,7 @@ class LogitsChannel:
         self._ring.remove_reader(name)
 
     def behind(self) -> dict[str, int]:
-        """Of each reader that has not done with all that is complete: which use it is at; -1: it has
-        not attached."""
+        """Of each reader not done with what is complete: which use it is at; -1: not attached."""
         end = min(self._ring.published(rank) for rank in range(self.endpoint.shape.ranks))
         at = {name: self._ring.cursor(k) for k, name in self._ring.readers()}
         return {name: use for name, use in at.items() if use < end}

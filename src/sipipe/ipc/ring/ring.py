@@ -18,8 +18,7 @@ Guarantees, each from those two rules alone
       engine's rings have room for all that it has in flight, so that this reader is stuck.
     * A dead reader stops nobody: the kernel frees its locks.
     * With N >= 3 nobody waits in a circle: a writer at n waits for readers at n + 1 - N, whose
-      next entry is published; a reader at n waits for the writer at n + 1, which waits for no one
-      at n.
+      next entry is published; a reader at n waits for the writer at n + 1, who waits for none at n.
     * A reader that is declared but not attached counts as standing before its first message: the
       writer does not go further than a lap, and checks every millisecond whether it has come.
     * Between the two system calls of a hand-over there is little else: unlocking the entry before
@@ -168,8 +167,7 @@ class Ring:
 
     @classmethod
     def attach(cls, endpoint: RingEndpoint) -> Self:
-        """Map what another process (or this one) made. Raises PeerDiedError: the creator is
-        gone."""
+        """Map what another process (or this one) made. PeerDiedError: its creator is gone."""
         return cls(SharedMemory.attach(endpoint.memory), endpoint.layout, endpoint.readers)
 
     @property
