@@ -89,6 +89,7 @@ def test_commands_of_the_pages_have_options_that_there_are(capsys):
     from vllm import AsyncEngineArgs
 
     theirs = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(AsyncEngineArgs)}
+    theirs |= {f"--no{option[1:]}" for option in theirs}
     theirs |= {"-pp", "-tp", "--host", "--port", "--shutdown-timeout", "--middleware"}
     wrong, known = [], {}
     for program, command, *words in commands():
