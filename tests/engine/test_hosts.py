@@ -33,6 +33,7 @@ from tests.engine.engines import (
     shared,
 )
 from tests.engine.forks import Forked
+from tests.engine.servers import wait_until
 from tests.engine.test_kv_connectors import on_shelf
 from tests.engine.test_parity import mixed_batches
 
@@ -297,6 +298,11 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     served.process(1, "sipipe.sampler sampler").kill()
     assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     served.wait_for(1, "starting it again", "the spare takes its place")
+    # The next spare with the sampler whose place it gets: two successors, one after the other.
+    wait_until(lambda: served.find(1, "sipipe.sampler spare"))
+    for who in ("sampler", "spare"):
+        served.process(1, f"sipipe.sampler {who}").kill()
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
