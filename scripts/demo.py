@@ -25,7 +25,7 @@ from sipipe.tools import smollm2
 from sipipe.tools.load import SAMPLING
 
 MODELS = Path("build/models")
-STAGES = ["--pp", "2", "--max-model-len", "2048"]
+STAGES = ["--pp", "2", "--max-model-len", "2048"] + ["--dtype", "float32"] * halves.slow()
 ASKED = (
     ("greedy", "Why do bees make honey? Answer in one sentence."),
     ("chat", "Write a short story about a fox, in two sentences."),
@@ -46,7 +46,6 @@ def main() -> int:
     model = checkpoint()
     if halves.slow():
         print(halves.HINT)
-        STAGES.extend(["--dtype", "float32"])
     step(f"{model.name} in 2 stages through SiPipe, on CPU; the first start takes minutes")
     with server(model) as port:
         for name, asked in ASKED:

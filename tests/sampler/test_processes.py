@@ -284,6 +284,13 @@ def test_a_batch_that_asks_for_every_logprob_is_answered_in_frames():
     assert sorted(seen) == list(range(rows))
 
 
+def check_one_died_and_both_draw(service, iteration):
+    service.publish(step(iteration, [1, 2], [0, 1]))
+    service.write(iteration, logits_of(iteration, 2))
+    assert len(service.collect(iteration)[0]) == 2
+    assert [name for name, _ in service.deaths] == ["sampler1"]
+
+
 @pytest.mark.parametrize("published_before_the_death", [False, True])
 def test_a_killed_sampler_is_replaced_from_a_snapshot(service, published_before_the_death):
     handles, owners = [1, 2], [0, 1]
@@ -338,11 +345,7 @@ def test_one_that_is_replaced_while_nothing_is_due_is_not_behind(service):
     while service.logits.behind():
         assert time.monotonic() < until
         time.sleep(0.05)
-    logits = logits_of(1, 2)
-    service.publish(step(1, [1, 2], [0, 1]))
-    service.write(1, logits)
-    assert len(service.collect(1)[0]) == 2
-    assert [name for name, _ in service.deaths] == ["sampler1"]
+    check_one_died_and_both_draw(service, 1)
 
 
 def test_what_a_predecessor_had_answered_and_nobody_kept_is_passed_over(service):
@@ -361,11 +364,7 @@ def test_what_a_predecessor_had_answered_and_nobody_kept_is_passed_over(service)
     service.replaced.clear()
     service.may_go_on.set()
     assert service.replaced.wait(30)
-    logits = logits_of(8, 2)
-    service.publish(step(8, [1, 2], [0, 1]))
-    service.write(8, logits)
-    assert len(service.collect(8)[0]) == 2
-    assert [name for name, _ in service.deaths] == ["sampler1"]
+    check_one_died_and_both_draw(service, 8)
 
 
 def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):

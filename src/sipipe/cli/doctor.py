@@ -93,6 +93,8 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
         except OSError:
             missing = "libnuma.so.1 is missing: apt install libnuma1, or dnf install numactl-libs"
             yield Finding("libnuma", "error", missing)
+        if halves.slow():
+            yield Finding("dtypes", "warning", halves.HINT)
     name = os.environ.get("CXX", "g++")
     if compiler := shutil.which(name):
         yield Finding("compiler", "ok", compiler)
@@ -132,8 +134,6 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
     yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
     total, free = psutil.virtual_memory().total / 2**30, free_bytes() / 2**30
     yield Finding("memory", "ok", f"{total:,.1f} GiB, {free:,.1f} GiB may be used")
-    if halves.slow():
-        yield Finding("dtypes", "warning", halves.HINT)
     yield _kernel(platform.release())
     for index, line in enumerate(gpus):
         yield Finding(f"GPU {index}", "ok", line)

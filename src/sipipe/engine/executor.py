@@ -124,7 +124,7 @@ class Executor(VllmExecutor):
                 'set "vocabulary": "last" in the sipipe config'
             )
         if self._shares and (method == "apply_model" or not isinstance(method, str)):
-            logger.warning(
+            logger.warning_once(
                 "a function may change the output projection, of which every stage has rows: these "
                 'would not change; if it does, set "vocabulary": "last" in the sipipe config'
             )
