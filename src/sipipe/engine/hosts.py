@@ -62,12 +62,17 @@ def check_hosts(hosts: HostSettings, node: int = 0) -> None:
         deadline = time.monotonic() + (NAME_SECONDS if node else 0.0)
         while True:
             try:
-                resolve(hosts.address, "--master-addr")
-                return
+                address = resolve(hosts.address, "--master-addr")
+                break
             except ConfigError:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(1.0)  # wait: 30 s (`NAME_SECONDS`); the main host's name
+        if address.startswith("127.") and hosts.address not in (address, "localhost"):
+            raise ConfigError(
+                f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no "
+                "other host comes: give its address in a network that all are in"
+            )
 
 
 def control_port(hosts: HostSettings, node: int) -> int:
@@ -105,11 +110,6 @@ def check_main_host(hosts: HostSettings) -> None:
     """Refuse to be the main host where its ports cannot be listened on, before a model is loaded."""
     for node in range(1, hosts.count):
         address = resolve(hosts.address, "--master-addr")
-        if address.startswith("127.") and hosts.address not in (address, "localhost"):
-            raise ConfigError(
-                f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no other "
-                "host comes: give its address in a network that all are in"
-            )
         check_port(address, control_port(hosts, node), OTHER_PORT)
 
 
