@@ -37,7 +37,8 @@ def compare(path, drawing, batches, *, sipipe=None, env=None, worker="", options
     """Two stages against stock vLLM on the same device, one after the other. ``worker``: its
     extension; ``options``: of both engines."""
     # Of a GPU that stages share, none may look at how much of it is free while it profiles.
-    options = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 28, **(options or {})}
+    # Little of it is asked for, so that tests may run side by side.
+    options = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28, **(options or {})}
     settings = {"samplers": 2, "cpu_sampling": drawing, "vocabulary": "last", **(sipipe or {})}
     ours = {"pipeline_parallel_size": 2, "worker_extension_cls": worker}
     if drawing == "per_row":
