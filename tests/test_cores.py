@@ -86,6 +86,8 @@ def test_on_gpus_the_samplers_get_most_cores():
     plan = plan_cores(machine(32), stages=2, device="cuda")
     assert [len(stage[0]) for stage in plan.workers] == [2, 2]
     assert len(plan.samplers) == 16
+    assert plan.scheduler == (30, 31), "of many two"
+    assert plan_cores(machine(11), stages=2, device="cuda").scheduler == (10,)
     assert plan_cores(machine(4), stages=2, device="cuda").samplers == ((2,),)
     assert len(plan_cores(machine(96, nodes=2), stages=2, device="cuda").samplers) == 32
 

@@ -147,6 +147,10 @@ METHODS = {
         "self req_id prompt_len all_token_ids num_computed_tokens max_tokens"
     ),
     "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": "self",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
+        "self request num_new_tokens num_lookahead_tokens"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "self request num_computed_tokens",
     "vllm.v1.worker.gpu.states:RequestState.remove_request": "self req_id",
     "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy": "num_reqs num_tokens input_buffers",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
@@ -191,11 +195,13 @@ ATTRIBUTES = {
         "dynamic_sd_lookup num_spec_tokens structured_output_manager max_num_running_reqs "
         "grammar_compile_error_reqs running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
         "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
-        "scheduler_config cache_config is_encoder_decoder vllm_config needs_kv_cache_zeroing"
+        "scheduler_config cache_config is_encoder_decoder vllm_config needs_kv_cache_zeroing use_pp"
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator empty_kv_cache_blocks",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "_record_new_block_ids",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        "_record_new_block_ids block_size num_cached_block block_pool"
+    ),
     "vllm.v1.request:Request": (
         "next_decode_eligible_step num_tokens_with_spec num_output_placeholders "
         "num_computed_tokens is_prefill_chunk spec_token_ids num_tokens lora_request status "

@@ -32,8 +32,10 @@ little gain; and in all."""
 
 CLAIM = "sipipe-cores-"
 
-HAND_OVER = 5e-4
+HAND_OVER = 1e-4
 """Seconds for which a thread computes in Python while another one wants to."""
+MANY = 8
+"""Cores of a GPU host that no worker has, from which on the scheduler gets two."""
 SAMPLER_SHARE = 8
 """On a CPU engine one core of this many goes to the samplers, and one to the scheduler. With fewer
 cores they share one, and an only worker of two cores shares both with them: what they do for few
@@ -185,8 +187,10 @@ def plan_cores(
         taken = {cpu for cpus in bound for cpu in cpus}
         left = _threads(units if len(units) >= apart else cores)
         units = [place for place in left if place.cpus[0] not in taken]
-    # The last core that is left is the scheduler's; it shares an only one with the samplers.
-    rest = units[:-1] or units
+    # The last core that is left is the scheduler's; it shares an only one with the samplers. Of many
+    # it has two: the engine's other threads pack answers and wake readers up beside it.
+    own = 2 if device == "cuda" and len(units) >= MANY else 1
+    rest = units[:-own] or units
     count = min(len(rest), most) if samplers == "auto" else samplers
     # Neighbours each, so that a sampler stays on one NUMA node, with what it keeps of sequences.
     cuts = [index * len(rest) // max(count, 1) for index in range(count + 1)]
@@ -196,7 +200,7 @@ def plan_cores(
             cpus_of(rest[first:last]) or rest[first % len(rest)].cpus
             for first, last in pairwise(cuts)
         ),
-        scheduler=cpus_of(units[-1:] if samplers else units),
+        scheduler=cpus_of(units[-own:] if samplers else units),
         shared=rest == units and samplers != 0,
     )
 

@@ -1,4 +1,6 @@
-"""Two calls of Linux that a Python built for an older one lacks, as uv's (until July 2026) and conda's."""
+"""Calls of Linux: two that a Python built for an older one lacks, as uv's (until July 2026) and
+conda's, and two that never wait, for which Python's own would let another thread go on. To have the
+interpreter back takes :data:`sipipe.cores.HAND_OVER` each time, where that one computes."""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ import platform
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 _PIDFD_OPEN = 434
 _CLOEXEC = 1
+_DONTWAIT = 0x40
+_LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter
 
 
 def memfd_create(name: str) -> int:
@@ -28,11 +32,24 @@ def pidfd_open(pid: int) -> int:
     return _call(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
 
 
-def _call(number: int, *arguments: ctypes.c_char_p | ctypes.c_int | ctypes.c_uint) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    descriptor = int(libc.syscall(ctypes.c_long(number), *arguments))
-    if descriptor < 0:
+def receive_now(descriptor: int, buffer: ctypes.Array[ctypes.c_char]) -> int:
+    """What a socket has: its bytes in ``buffer``; 0 at its end. BlockingIOError: nothing yet. OSError."""
+    # wait: none: does not block
+    return _checked(_LIBC.recv(descriptor, buffer, len(buffer), _DONTWAIT))
+
+
+def set_lock(descriptor: int, command: int, flock: bytes) -> None:
+    """``fcntl`` with a ``struct flock`` and a command that does not wait. OSError: not to be had."""
+    # wait: none: F_OFD_SETLK
+    _checked(_LIBC.fcntl(descriptor, command, flock))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return descriptor
+    return result
+
+
+def _call(number: int, *arguments: ctypes.c_char_p | ctypes.c_int | ctypes.c_uint) -> int:
+    return _checked(_LIBC.syscall(ctypes.c_long(number), *arguments))

@@ -184,15 +184,17 @@ class RequestTracker:
                     resumed.prompt_logprobs = resumed.scores
                 if resumed.sampler == ON_DEVICE and self.draws == "per_row":
                     _give_seed(new, resumed)
-        cached = output.scheduled_cached_reqs
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         cached.new_token_ids = []
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        for index, request_id in enumerate(cached.req_ids):
-            request = self._requests[request_id]
-            start = starts[request_id] = cached.num_computed_tokens[index]
-            held.append((request, cached.num_output_tokens[index]))
+        of_cached = zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        )
+        for request_id, start, count in of_cached:
+            request, starts[request_id] = self._requests[request_id], start
+            held.append((request, count))
             behind = drafts.get(request_id, ())
-            stop = start + output.num_scheduled_tokens[request_id] - len(behind)
+            stop = start + scheduled[request_id] - len(behind)
             cached.new_token_ids.append([*_tokens(request, start, stop), *behind])
         for request, count in held:
             if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
@@ -206,7 +208,7 @@ class RequestTracker:
                 appended += [request.handle] * (count - sent)
                 tokens += request.outputs[sent:count]
                 request.sent = count
-        for request_id, count in output.num_scheduled_tokens.items():
+        for request_id, count in scheduled.items():
             request = self._requests[request_id]
             request.iteration = iteration
             behind = drafts.get(request_id, ())

@@ -23,6 +23,7 @@ memory for the way back (for some hundred bytes it would save a few microseconds
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import select
@@ -33,6 +34,7 @@ from collections.abc import Iterable, Sequence
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import ChannelClosed, PeerDiedError
+from sipipe.linux import receive_now
 
 _HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
 _RECEIVE_BYTES = 1 << 18
@@ -70,6 +72,9 @@ class GatherReceiver:
         self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
         self._last = -1  # the iteration that was declared last
         self._closed = False
+        # One for all: the engine's thread goes on computing meanwhile, and a call that let it would
+        # have the interpreter back late, once for each sampler.
+        self._buffer = ctypes.create_string_buffer(_RECEIVE_BYTES)
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -161,13 +166,13 @@ class GatherReceiver:
                     os.eventfd_read(self._wake)
             return
         try:
-            chunk = sampler.sock.recv(_RECEIVE_BYTES)  # wait: none: does not block
+            size = receive_now(descriptor, self._buffer)
         except BlockingIOError:  # of the sampler that had this descriptor before
             return
         except OSError:
-            chunk = b""
-        if chunk:
-            sampler.data += chunk
+            size = 0
+        if size:
+            sampler.data += memoryview(self._buffer)[:size]
             self._parse(sampler)
         else:
             self._remove(sampler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -126,7 +127,7 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         """From an object with the same attributes, such as vLLM's ``SamplingParams``; those that it
         lacks keep their defaults, long lists become bytes. Ask `unsupported` first."""
         values: dict[str, Any] = {}
-        for field in msgspec.structs.fields(cls):
+        for field in _fields(cls):
             if (value := getattr(source, field.name, None)) is None:
                 continue
             if field.name == "all_stop_token_ids":
@@ -143,6 +144,9 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         if not values.get("min_tokens"):
             values.pop("all_stop_token_ids", None)
         return cls(**values)
+
+
+_fields = functools.cache(msgspec.structs.fields)  # which reads annotations anew
 
 
 def _packed(field: str, kind: str, numbers: Collection[float]) -> bytes:

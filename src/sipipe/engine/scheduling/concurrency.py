@@ -30,7 +30,15 @@ from functools import partial
 from typing import NamedTuple
 
 from sipipe.engine.iterations import Iteration
-from sipipe.engine.scheduling.times import ENOUGH, OUTLIER, BatchTimes, Load, Prices, usual
+from sipipe.engine.scheduling.times import (
+    ENOUGH,
+    OUTLIER,
+    TOGETHER,
+    BatchTimes,
+    Load,
+    Prices,
+    usual,
+)
 from sipipe.messages.period import passing, period
 from sipipe.observe.live import Key, LivePage, Word
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
@@ -75,7 +83,7 @@ class ConcurrencyController:
         self.slots = slots
         self.chosen = slots
         self._held = 0
-        self._held_for = 0
+        self._held_for = self._asked = 0
 
     def prices(self) -> Prices:
         """On the stage that takes longest for a prompt's chunk (for a decoding batch it may be
@@ -149,7 +157,10 @@ class ConcurrencyController:
         # What was chosen for the last few of a burst says nothing for the next burst.
         few, many = sorted((sequences, self._held_for))
         held = self._held < HOLD and many <= ALIKE * few
-        if not held and self._ready():
+        # A visit costs the engine's thread what it asks; answers change as stages' times do.
+        again = sequences != self._asked or self._held % TOGETHER == 0
+        if not held and again and self._ready():
+            self._asked = sequences
             best = min(range(1, most + 1), key=lambda k: (self.period(sequences, k), -k))
             now = self.period(sequences, min(self.chosen, most))
             if self.period(sequences, best) < (1 - GAIN) * now:

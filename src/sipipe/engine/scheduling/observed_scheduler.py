@@ -39,6 +39,7 @@ class ObservedScheduler:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.use_pp = False  # the tracker knows the tokens that stages are to be told
         self._times: MeasuredTimes | None = None
         self._tokenless: set[str] = set()
         """Requests that have been scheduled and have no token yet."""

@@ -29,7 +29,8 @@ come. Nobody waits for this scheduler then, but for the tokens alone
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from vllm import envs
@@ -42,6 +43,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.choose import model_facts
+from sipipe.engine.scheduling.blocks import answer_shortly
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
@@ -64,6 +66,7 @@ class PipelineScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        answer_shortly(self.kv_cache_manager)
         config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
         self.ahead: int = getattr(self.vllm_config, "ahead", 0)
         """Microbatches that are scheduled before there is room for them in the pipeline."""
@@ -224,7 +227,9 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # schedule() asks this of every chunk, after all other caps and right before allocating.
-        allowance = self._allowance if request not in self._policy.slot_of else None
+        allowance = self._allowance
+        if allowance is not None and request in self._policy.slot_of:
+            allowance = None
         if allowance is not None:
             num_new_tokens = self._clip(allowance, request, num_computed_tokens, num_new_tokens)
         tokens: int = super()._reserve_prefill_lookahead(
@@ -271,12 +276,17 @@ def _pending_tokens(request: Request) -> int:
     return pending
 
 
+_sequence: Callable[[tuple[Any, ...]], Sequence] = partial(tuple.__new__, Sequence)
+"""A third of the time of a call of the class, which is Python's: one for each row of a microbatch."""
+
+
 def _decoding(request: Request) -> Sequence | None:
     """What decodes, as the policy sees it; None: it computes its prompt (or, after a KV loss, again)."""
-    pending = _pending_tokens(request)
+    pending = request.num_tokens_with_spec + request.num_output_placeholders
+    pending -= request.num_computed_tokens
     if request.is_prefill_chunk or pending > 1 + len(request.spec_token_ids):
         return None
-    return Sequence(request, request.num_computed_tokens, pending > 0, pending or 1)
+    return _sequence((request, request.num_computed_tokens, pending > 0, pending or 1))
 
 
 def _adapter(request: Request) -> int:

@@ -49,6 +49,7 @@ from sipipe.ipc.errors import ChannelError
 from sipipe.ipc.memory import SharedMemory
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
+from sipipe.linux import set_lock
 
 _SETLK, _SETLKW = 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
@@ -93,7 +94,7 @@ class Locks:
     def try_lock(self, kind: int, first: int, count: int = 1) -> bool:
         """Take bytes ``first`` to ``first + count - 1`` if nobody stands against it."""
         try:
-            fcntl.fcntl(self.fd, _SETLK, _flock(kind, first, count))
+            set_lock(self.fd, _SETLK, _flock(kind, first, count))
         except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as POSIX has it
             return False
         return True
@@ -105,7 +106,7 @@ class Locks:
         fcntl.fcntl(self.fd, _SETLKW, _flock(kind, first, count))
 
     def unlock(self, first: int, count: int = 1) -> None:
-        """Free the bytes; whoever waits for them wakes up."""
+        """Free the bytes; whoever waits for them wakes up, which takes as long as they are many."""
         fcntl.fcntl(self.fd, _SETLK, _flock(_UNLOCK, first, count))
 
     def close(self) -> None:
