@@ -88,6 +88,8 @@ def test_on_gpus_the_samplers_get_most_cores():
     assert len(plan.samplers) == 16
     assert plan.scheduler == (30, 31), "of many two"
     assert plan_cores(machine(11), stages=2, device="cuda").scheduler == (10,)
+    asked = plan_cores(machine(12), stages=2, device="cuda", samplers=7)
+    assert (len(set(asked.samplers)), asked.scheduler) == (7, (11,)), "a core for each"
     assert plan_cores(machine(4), stages=2, device="cuda").samplers == ((2,),)
     assert len(plan_cores(machine(96, nodes=2), stages=2, device="cuda").samplers) == 32
 

@@ -80,8 +80,8 @@ def test_the_interpreter_is_kept(tmp_path):
 
     interval = sys.getswitchinterval()
     thread = threading.Thread(target=compute)
+    sys.setswitchinterval(0.5)  # only who lets it go loses it
     thread.start()
-    sys.setswitchinterval(0.5)  # from now on only who lets it go loses it
     try:
         kept = [
             gone_on(lambda: linux.receive_now(ours.fileno(), buffer)),

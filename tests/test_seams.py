@@ -197,7 +197,7 @@ ATTRIBUTES = {
         "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
         "scheduler_config cache_config is_encoder_decoder vllm_config needs_kv_cache_zeroing use_pp"
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator empty_kv_cache_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator empty_kv_cache_blocks enable_caching",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
         "_record_new_block_ids block_size num_cached_block block_pool"

@@ -189,7 +189,8 @@ def plan_cores(
         units = [place for place in left if place.cpus[0] not in taken]
     # The last core that is left is the scheduler's; it shares an only one with the samplers. Of many
     # it has two: the engine's other threads pack answers and wake readers up beside it.
-    own = 2 if device == "cuda" and len(units) >= MANY else 1
+    two = device == "cuda" and len(units) >= MANY and not scarce
+    own = 2 if two and (samplers == "auto" or samplers <= len(units) - 2) else 1
     rest = units[:-own] or units
     count = min(len(rest), most) if samplers == "auto" else samplers
     # Neighbours each, so that a sampler stays on one NUMA node, with what it keeps of sequences.

@@ -167,7 +167,8 @@ class GatherReceiver:
             return
         try:
             size = receive_now(descriptor, self._buffer)
-        except BlockingIOError:  # of the sampler that had this descriptor before
+        # Of the sampler that had this descriptor before; or it is there still.
+        except (BlockingIOError, InterruptedError):
             return
         except OSError:
             size = 0

@@ -84,6 +84,21 @@ def test_most_rows_ask_nothing(configs, ours):
     assert asked.call_count < rows / 7, "two of a block's sixteen tokens"
 
 
+def test_what_drafts_have_filled_is_cached(configs):
+    found = []
+    for answers in (full, answer_shortly):
+        with patch.object(scheduler, "answer_shortly", answers):
+            engine = Engine(scheduler.PipelineScheduler, configs(2))
+        request = engine.add("r", 10, 40)
+        manager = engine.scheduler.kv_cache_manager
+        for tokens, drawn in ((10, 1), (9, 9), (1, 1)):  # the second with eight drafts
+            assert manager.allocate_slots(request, tokens, num_lookahead_tokens=0) is not None
+            request.num_computed_tokens += tokens
+            request.append_output_token_ids([5] * drawn)
+        found.append(kept(engine)["cached"])
+    assert found == [{"r": 1}] * 2
+
+
 @pytest.mark.parametrize("kind", [FullAttentionManager, SlidingWindowManager])
 @pytest.mark.parametrize("hashed", [BLOCK, BLOCK // 2])
 def test_another_kind_of_cache_is_asked_in_full(kind, hashed):

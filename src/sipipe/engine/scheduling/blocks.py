@@ -20,22 +20,28 @@ def answer_shortly(manager: KVCacheManager) -> None:
     block, cached = managers[0].block_size, managers[0].num_cached_block
     if block != managers[0].block_pool.hash_block_size:  # parts of blocks are cached too
         return
-    allocate, cache, none = (
-        manager.allocate_slots,
-        manager.cache_blocks,
-        manager.empty_kv_cache_blocks,
-    )
+    allocate, cache = manager.allocate_slots, manager.cache_blocks
+    none, caches = manager.empty_kv_cache_blocks, manager.enable_caching
 
     def allocate_slots(
-        request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0, **others: Any
+        request: Request,
+        num_new_tokens: int,
+        *others: Any,
+        num_lookahead_tokens: int = 0,
+        **named: Any,
     ) -> KVCacheBlocks | None:
-        # The block that its last token is in has room, and is not full with this one.
-        plain = num_new_tokens == 1 and not num_lookahead_tokens and not others
-        if plain and 0 < request.num_computed_tokens % block < block - 1:
+        computed = request.num_computed_tokens
+        # The block that its last token is in has room, and is not full with this one. After drafts
+        # one before it may be still to be cached.
+        plain = num_new_tokens == 1 and not (num_lookahead_tokens or others or named)
+        if (
+            plain
+            and 0 < computed % block < block - 1
+            and (not caches or cached.get(request.request_id, 0) >= computed // block)
+        ):
             return none
-        return allocate(
-            request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **others
-        )
+        named["num_lookahead_tokens"] = num_lookahead_tokens
+        return allocate(request, num_new_tokens, *others, **named)
 
     def cache_blocks(request: Request, num_computed_tokens: int) -> None:
         if cached.get(request.request_id, 0) < num_computed_tokens // block:

@@ -39,7 +39,6 @@ class ObservedScheduler:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.use_pp = False  # the tracker knows the tokens that stages are to be told
         self._times: MeasuredTimes | None = None
         self._tokenless: set[str] = set()
         """Requests that have been scheduled and have no token yet."""
@@ -47,6 +46,7 @@ class ObservedScheduler:
         self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
         self._busy = False
         if isinstance(self, PipelineScheduler):
+            self.use_pp = False  # the tracker knows the tokens that stages are to be told
             self._times = self.telemetry.measured_times(self.controller, self.ahead)
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
