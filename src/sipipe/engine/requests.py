@@ -195,7 +195,8 @@ class RequestTracker:
             held.append((request, count))
             behind = drafts.get(request_id, ())
             stop = start + scheduled[request_id] - len(behind)
-            cached.new_token_ids.append([*_tokens(request, start, stop), *behind])
+            found = _tokens(request, start, stop)
+            cached.new_token_ids.append([*found, *behind] if behind else found)
         for request, count in held:
             if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
                 del request.outputs[count:]

@@ -5,6 +5,7 @@ the stage workers, a pickle with its out-of-band buffers. A sampler decodes the 
 that it needs neither vLLM nor torch. Token ids and row numbers travel as little-endian int32 bytes.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,6 +100,8 @@ encode = msgspec.msgpack.Encoder().encode
 
 def int32_bytes(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Little-endian int32 bytes of a sequence of integers."""
+    if type(values) is list:  # in half the time
+        return array("i", values).tobytes()
     return np.asarray(values, dtype="<i4").tobytes()
 
 

@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from operator import sub
 from typing import NamedTuple
 
 from sipipe.engine.iterations import Iteration
@@ -248,6 +249,9 @@ class Taken(NamedTuple):
         return Load(self.batches, self.sequences) if self.sequences == self.tokens else Load()
 
 
+NOTHING = Taken(0, 0, 0, 0)
+
+
 class _Delta:
     """What one process has taken since it was last asked: in ``phases``, or in all that count."""
 
@@ -256,7 +260,7 @@ class _Delta:
         phases = phases or COUNTED_PHASES[key[0]]
         self._counted = [int(Word.PHASE_NS + phase) for phase in phases]
         self._last = int(Word.PHASE_LAST + MAIN_PHASE[key[0]])
-        self._before = Taken(0, 0, 0, 0)
+        self._before = NOTHING
 
     @property
     def ended(self) -> int:
@@ -267,10 +271,11 @@ class _Delta:
     def take(self) -> Taken:
         """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the
         time is left for the call that sees one."""
-        words = self._words
-        batches, sequences, tokens = words[: Word.TOKENS + 1]
+        words, before = self._words, self._before
+        batches, sequences, tokens = words[0], words[1], words[2]
+        if batches == before.batches:
+            return NOTHING
         now = Taken(batches, sequences, tokens, sum([words[word] for word in self._counted]))
-        delta = Taken(*(new - old for new, old in zip(now, self._before, strict=True)))
-        if delta.batches:
-            self._before = now
+        delta = Taken(*map(sub, now, before))
+        self._before = now
         return delta

@@ -104,6 +104,7 @@ class SlotPolicy:
         self._members: list[dict[Any, int]] = [{} for _ in range(slots)]
         """Of each slot, with their context at its last visit."""
         self._contexts = [0] * slots
+        self._followed: list[Any] = []
         self._waits: set[Any] = set()
         """Those that sit the next visit of their slot out."""
         # Slots 0 to _active - 1 are open. While _resizing, sequences move as many as it takes.
@@ -120,8 +121,12 @@ class SlotPolicy:
     def follow(self, running: Collection[Any]) -> list[Any]:
         """Forget who left; those that run and have no slot, in the engine's order."""
         slot_of = self.slot_of
+        # Those that ran at the last visit, and all have a slot: compared as they are, not hashed.
+        if len(slot_of) == len(running) and running == self._followed:
+            return []
         for gone in slot_of.keys() - running:
             self._forget(gone)
+        self._followed = list(running)
         return [sequence for sequence in running if sequence not in slot_of]
 
     def visit(
