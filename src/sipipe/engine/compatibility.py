@@ -89,8 +89,7 @@ def check_features(vllm_config: VllmConfig) -> None:
 
 def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
     """How many microbatches are scheduled before the tokens that they need have come: vLLM's
-    ``--async-scheduling``, ``asked``; None: as many as pay. Raises UnsupportedError: what was asked
-    for cannot be."""
+    ``--async-scheduling``, ``asked``; None: as many as pay. Raises UnsupportedError: it cannot be."""
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
     if (named := vllm_config.scheduler_config.scheduler_cls) is not None:
         _check_scheduler(named)

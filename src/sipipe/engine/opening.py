@@ -160,8 +160,7 @@ class Opening:
 
 
 def make_final_links(setup: Setup, kind: TransportKind, device: Device) -> list[LinkEndpoint]:
-    """Of final hidden states: from each rank of the last stage to the same rank of every other, by
-    its receiver."""
+    """Of final hidden states, from each rank of the last stage to its peers, by receiver."""
     return [
         LinkEndpoint(
             kind=kind,

@@ -187,10 +187,9 @@ class RequestTracker:
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         cached.new_token_ids = []
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        of_cached = zip(
+        for request_id, start, count in zip(
             cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
-        )
-        for request_id, start, count in of_cached:
+        ):
             request, starts[request_id] = self._requests[request_id], start
             held.append((request, count))
             behind = drafts.get(request_id, ())

@@ -171,8 +171,7 @@ class LogitsHandover:
     @contextmanager
     def entry(self, iteration: int, row: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
         """Where logits [rows, V of this rank] of ``iteration`` go, from ``row`` on; the samplers have
-        them when the block ends well. Raises StallError: a late sampler still reads the entry
-        after ``timeout`` seconds."""
+        them when the block ends well. StallError: a late one still reads it after ``timeout`` s."""
         with self._writer.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
 

@@ -90,8 +90,7 @@ class StageLoop:
         self.stage.double_buffer.prepare(iteration, slot, output, row, rows)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns or raises, when no iteration is in the worker; in the device
-        thread, once there is one."""
+        """What ``function`` returns, with no iteration in the worker; in the device thread, if any."""
 
         def alone() -> Any:
             self.stage.drain()

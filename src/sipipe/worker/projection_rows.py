@@ -28,8 +28,7 @@ _HOST = torch.device("cpu")
 
 class OfferedRows:
     """A rank's rows of the loaded model's output projection, in memory that other stages can read.
-    ``reason``: why it cannot be shared out; then there is nothing else. ``rows``: as they were
-    loaded."""
+    ``reason``: why it cannot be shared out; then there is nothing else. ``rows``: as loaded."""
 
     def __init__(self, stage_logits: StageLogits, hidden: torch.Tensor) -> None:
         """``hidden``: some rows of hidden states, not all zero, of the model's dtype."""

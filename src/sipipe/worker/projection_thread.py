@@ -46,8 +46,7 @@ Turn = AbstractContextManager[Any]
 
 class ProjectionThread(DeviceThread, Projection):
     """Multiplies this stage's part of every iteration's product, on a stream of its own.
-    ``receiver``: of final hidden states; ``logits``: where those of ``shard`` go; ``bound``:
-    seconds of a wait."""
+    ``receiver``: of final hidden states; ``logits``: of ``shard``; ``bound``: seconds of a wait."""
 
     def __init__(
         self,

@@ -101,8 +101,7 @@ class PipelineStandIn:
 def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
     """While active, vLLM's worker initialisation makes a world of this stage's ranks only.
     ``init_device`` of vLLM's worker calls ``init_worker_distributed_environment`` by name from its
-    module, ``worker_module``; that name is replaced for the duration, which is the narrowest seam
-    there is."""
+    module, ``worker_module``; that name is replaced for the duration: no seam is narrower."""
 
     def join_stage(
         vllm_config: VllmConfig,

@@ -34,11 +34,8 @@ def answer_shortly(manager: KVCacheManager) -> None:
         # The block that its last token is in has room, and is not full with this one. After drafts
         # one before it may be still to be cached.
         plain = num_new_tokens == 1 and not (num_lookahead_tokens or others or named)
-        if (
-            plain
-            and 0 < computed % block < block - 1
-            and (not caches or cached.get(request.request_id, 0) >= computed // block)
-        ):
+        told = not caches or cached.get(request.request_id, 0) >= computed // block
+        if plain and told and 0 < computed % block < block - 1:
             return none
         named["num_lookahead_tokens"] = num_lookahead_tokens
         return allocate(request, num_new_tokens, *others, **named)

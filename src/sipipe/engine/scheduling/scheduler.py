@@ -207,9 +207,8 @@ class PipelineScheduler(Scheduler):
 
     def _allowed_adapters(self, plan: Plan) -> set[int] | None:
         """LoRA adapters that may enter; None where all that want to enter fit. vLLM asserts that
-        running requests of a batch need at most ``max_loras`` adapters, but only checks it as it
-        admits. Slots and prefill chunks can bring more together: then the adapters that have waited
-        longest go first."""
+        running requests of a batch need at most ``max_loras``, but only checks it as it admits. Slots
+        and prefill chunks can bring more together: then those that have waited longest go first."""
         if self.lora_config is None:
             return None
         entering: Iterable[Request] = [*(sequence.id for sequence in plan.decode), *self._prompts]
@@ -227,9 +226,8 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # schedule() asks this of every chunk, after all other caps and right before allocating.
-        allowance = self._allowance
-        if allowance is not None and request in self._policy.slot_of:
-            allowance = None
+        told = self._allowance
+        allowance = None if told is None or request in self._policy.slot_of else told
         if allowance is not None:
             num_new_tokens = self._clip(allowance, request, num_computed_tokens, num_new_tokens)
         tokens: int = super()._reserve_prefill_lookahead(

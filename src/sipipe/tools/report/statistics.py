@@ -59,8 +59,7 @@ def cdf(values: Floats, points: int = 400) -> dict[str, list[float]]:
 
 
 def phase_table(trace: Trace, window: Window) -> list[dict[str, Any]]:
-    """One row per process and phase: how often, how long; of the total and its share only what lies in
-    the window."""
+    """One row per process and phase: how often, how long; total and share of the window alone."""
     rows = []
     for process in trace.processes:
         records = process.phase(window=window)

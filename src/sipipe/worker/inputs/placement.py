@@ -198,8 +198,7 @@ def _placed(packed: Packed, count: int, requests: int, tokens: int, logits: int)
 
 
 def placement_of(runner: Any, device: Device, sets: int, logits: int) -> Placement:
-    """How the runner's device comes to ``sets`` sets of input buffers, with so many rows of
-    ``logits`` at most."""
+    """How the runner's device comes to ``sets`` of input buffers, with ``logits`` rows at most."""
     return (InPlace if isinstance(device, HostDevice) else Copied)(runner, device, sets, logits)
 
 

@@ -179,8 +179,7 @@ class InputPreparer:
     # -- what both paths share ------------------------------------------------------------------
 
     def _write_layout(self, inputs: ModelInput, batch: SlotBatch, target: InputBuffers) -> int:
-        """All that follows from the rows, computed and scheduled tokens of the batch. Returns how
-        many requests sample."""
+        """All that follows from rows, computed and scheduled tokens; returns how many sample."""
         inputs.req_ids, count, states = batch.req_ids, inputs.num_reqs, self.states
         target.rows.np[:count] = batch.rows
         computed = target.num_computed_tokens.np[:count]

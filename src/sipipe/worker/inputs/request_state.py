@@ -76,8 +76,7 @@ class RequestStates:
                 counts[row] = last
 
     def remove(self, req_ids: Iterable[str]) -> list[int]:
-        """Forget requests, in the order of their names, as vLLM does; returns the rows of those
-        that were known."""
+        """Forget requests, in the order of their names, as vLLM does; the rows of those known."""
         known = [req_id for req_id in sorted(req_ids) if req_id in self.index]
         rows = [self.index.pop(req_id) for req_id in known]
         for row in rows:
