@@ -29,8 +29,7 @@ come. Nobody waits for this scheduler then, but for the tokens alone
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 from vllm import envs
@@ -274,17 +273,12 @@ def _pending_tokens(request: Request) -> int:
     return pending
 
 
-_sequence: Callable[[tuple[Any, ...]], Sequence] = partial(tuple.__new__, Sequence)
-"""A third of the time of a call of the class, which is Python's: one for each row of a microbatch."""
-
-
 def _decoding(request: Request) -> Sequence | None:
     """What decodes, as the policy sees it; None: it computes its prompt (or, after a KV loss, again)."""
-    pending = request.num_tokens_with_spec + request.num_output_placeholders
-    pending -= request.num_computed_tokens
+    pending = _pending_tokens(request)
     if request.is_prefill_chunk or pending > 1 + len(request.spec_token_ids):
         return None
-    return _sequence((request, request.num_computed_tokens, pending > 0, pending or 1))
+    return Sequence(request, request.num_computed_tokens, pending > 0, pending or 1)
 
 
 def _adapter(request: Request) -> int:

@@ -106,7 +106,7 @@ class Locks:
         fcntl.fcntl(self.fd, _SETLKW, _flock(kind, first, count))
 
     def unlock(self, first: int, count: int = 1) -> None:
-        """Free the bytes; whoever waits for them wakes up, which takes as long as they are many."""
+        """Free the bytes; all that wait wake up, while another thread of this process may go on."""
         fcntl.fcntl(self.fd, _SETLK, _flock(_UNLOCK, first, count))
 
     def close(self) -> None:
