@@ -1,4 +1,4 @@
-"""One stage on one GPU: SiPipe's ways to draw beside stock vLLM.
+"""Stages on one GPU: SiPipe's ways to draw beside stock vLLM.
 
 All servers are started at once, which saves most of a borrowed GPU's time, and get their loads in
 turn: who has none sleeps. Each has its part of the GPU's memory. Weights are random, in the shape of
@@ -6,6 +6,12 @@ an 8B model (``sipipe/tools/gpu_steps.toml``); MODEL gives the tokenizer:
 
     python -m benchmarks.make_model llama build/models/tiny --size tiny
     python -m benchmarks.one_gpu build/models/tiny
+
+A row is ``stock``, ``stock-sync`` or a "cpu_sampling", behind it perhaps ``@2``: two stages on the
+one GPU, each with half of its multiprocessors. That wants NVIDIA's MPS (``nvidia-cuda-mps-control
+-d``), and stock what :mod:`benchmarks.shared_gpu` does. ``;`` begins further settings:
+
+    python -m benchmarks.one_gpu build/models/tiny --rows 'stock@2|on@2|on@2;"transport":"shm"|stock'
 
 The first loads of each server compile its kernels and do not count. The servers belong to a process
 of their own, and end with it (:mod:`sipipe.tools.child`).
@@ -24,6 +30,7 @@ import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product, repeat
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import of_the_checkout, report
@@ -36,33 +43,54 @@ MODULE = "benchmarks.one_gpu"
 STOCK = {"stock": "stock", "stock-sync": "stock --no-async-scheduling"}
 LOADS = (("greedy", 256), ("all", 256), ("chat", 256), ("greedy", 64))
 OPTIONS = TABLE["load"]["large"]["options"] + (
-    " --max-num-seqs 256 --stream-interval 16 --gpu-memory-utilization 0.2 "
-    "--kv-cache-memory-bytes 11G "
+    " --max-num-seqs 256 --stream-interval 16 --gpu-memory-utilization 0.1 "
     """--compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'"""
 )
+SHARED = "--distributed-executor-backend mp --worker-extension-cls benchmarks.shared_gpu.SharedGPU"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("model")
-    add("--rows", default="stock,on,off", help=f"cpu_sampling, or of {list(STOCK)}")
+    add("--rows", default="stock|on|off", help=f"cpu_sampling, or of {list(STOCK)}")
     add("--options", default=OPTIONS, help="of each server")
+    add("--kv-gib", type=float, default=6, help="KV cache of each server")
+    add("--trace", default="", help="directory of traces, one for each of SiPipe's rows")
     add("--loads", type=json.loads, default=LOADS, help="mixes of parameters, and requests of each")
     add("--tokens", type=int, default=128, help="new ones")
     add("--repeat", type=int, default=3, help="of each load")
     args = parser.parse_args()
     job: dict[str, Any] = vars(args) | {"servers": {}}
-    for name in args.rows.split(","):
-        settings = json.dumps({"sipipe": {"cpu_sampling": name}})
-        row = shlex.split(STOCK.get(name, f"--additional-config {shlex.quote(settings)}"))
-        job["servers"][name] = server_job([args.model, *shlex.split(args.options)], row)
+    for name in args.rows.split("|"):
+        job["servers"][name] = server(args, name)
     found = measured("servers side by side", job, of_the_checkout(MODULE))
     report(
-        "one-gpu", "One stage on one GPU, 8B, random weights", rows(found["runs"], next(iter(job["servers"]))),
+        "one-gpu", "Stages on one GPU, 8B, random weights", rows(found["runs"], next(iter(job["servers"]))),
         note="medians; TPOT: ms per output token; TTFT: ms to the first; servers side by side, loads "
         "in turn, decodes in CUDA graphs, no torch.compile",
     )  # fmt: skip
+
+
+def server(args: argparse.Namespace, row: str) -> dict[str, Any]:
+    """What starts one row's server."""
+    engine, _, more = row.partition(";")
+    engine, _, stages = engine.partition("@")
+    count = int(stages or 1)
+    words = [args.model, *shlex.split(args.options), "--pp", f"{count}"]
+    words += ["--kv-cache-memory-bytes", f"{int(args.kv_gib * 2**30 / count)}"]
+    if engine in STOCK:
+        job = server_job(words, [*shlex.split(STOCK[engine]), *(shlex.split(SHARED) * (count > 1))])
+    else:
+        settings = {"cpu_sampling": engine, "devices": [0] * count} | json.loads("{" + more + "}")
+        if args.trace:
+            settings["trace"] = os.path.join(args.trace, "".join(filter(str.isalnum, row)))
+        job = server_job(words, ["--additional-config", json.dumps({"sipipe": settings})])
+    if count > 1:
+        job["env"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 // count}"
+        there = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        job["env"]["PYTHONPATH"] = os.pathsep.join(there)  # benchmarks.shared_gpu
+    return job
 
 
 def rows(found: dict[str, dict[str, list[dict[str, Any]]]], first: str) -> list[dict[str, Any]]:
