@@ -66,7 +66,8 @@ class EmulatedRunner:
         requests = self.max_num_reqs = scheduler.max_num_seqs
         tokens = self.max_num_tokens = scheduler.max_num_batched_tokens
         self.intermediate_tensors = IntermediateTensors(received)
-        self.model_state = DefaultModelState.__new__(DefaultModelState)  # a plain decoder's
+        self.model_state: Any = DefaultModelState.__new__(DefaultModelState)  # a plain decoder's
+        self.model_state.prepare_attn = lambda: None
         self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool))
         self.input_buffers = PackedInputBuffers(requests, tokens, requests, self.device)
         self.kv_caches: list[Any] = []
@@ -99,6 +100,7 @@ class EmulatedRunner:
         state, _ = self.gather_batch_req_state(output, False)
         desc = BatchExecutionDescriptor(CUDAGraphMode.NONE, tokens, None)
         batch: InputBatch = self.prepare_inputs(output, state, desc, 0)
+        self.model_state.prepare_attn()  # tokens are there behind it
         return batch
 
     def sample_tokens(self, _: Any) -> Any:

@@ -13,7 +13,7 @@ from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
 from sipipe.messages.header import Kind
-from sipipe.messages.step import Grammar, Step
+from sipipe.messages.step import Grammar, Step, int32_bytes
 
 
 def make(published):
@@ -115,6 +115,34 @@ class Held:
         done = self.iterations.deliver(number, tokens=[])
         self.iterations.leave(done)
         return done.future
+
+
+def test_a_planned_iteration_is_published_with_its_tokens_alone():
+    sent, work = [], Work(samplers=(0,))
+
+    def advance(_, output):
+        output.scheduled_cached_reqs.new_token_ids = [[7], [8]]
+        return work
+
+    bus = SimpleNamespace(order=threading.RLock(), publish=lambda *told, **__: sent.append(told))
+    gather = SimpleNamespace(expect=lambda *_: None)
+    iterations = Iterations(1, 99)
+    tracker = SimpleNamespace(advance=advance)
+    dispatcher = Dispatcher(bus, iterations, tracker, gather, Mock(), empty=False)
+    for turn in range(2):
+        output = SchedulerOutput.make_empty()
+        output.scheduled_cached_reqs.req_ids = ["a", "b"]
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"a": 1, "b": 1}, 2
+        iterations.scheduled(output, 0, turn, 0, 0)
+        assert dispatcher.publish(output)
+    assert [told[:2] for told in sent] == [(Kind.SCHEDULE, 0), (Kind.PLAN, 1)]
+    early = pickle.loads(sent[1][2][1], buffers=sent[1][2][2:])
+    assert early.num_scheduled_tokens == {"a": 1, "b": 1}
+    assert early.scheduled_cached_reqs.new_token_ids == []
+    iterations.leave(iterations.deliver(0, tokens=[]))
+    dispatcher.go_on(wait=False)
+    assert sent[2][:2] == (Kind.SCHEDULE, 1)
+    assert sent[2][2][1:] == [int32_bytes([7, 8])]
 
 
 FIRST = [(Kind.SCHEDULE, 0), (Kind.GRAMMAR, 0)]

@@ -100,6 +100,44 @@ def test_an_iteration_begins_when_its_slots_last_turn_has_left():
     assert [call.args for call in follow.call_args_list] == list(enumerate(outputs.values()))
 
 
+def decodes(*names):
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs.req_ids = [*names]
+    output.num_scheduled_tokens = dict.fromkeys(names, 1)
+    output.total_num_scheduled_tokens = len(names)
+    return output
+
+
+def test_the_first_that_waits_is_planned_once_with_the_number_that_it_gets():
+    iterations = Iterations(1, 99)
+    for turn in range(3):
+        iterations.scheduled(output := decodes("a", "b"), 0, turn, 0, 0)
+        iterations.enter(output)
+    assert iterations.begin(lambda *_: DRAWN).number == 0
+    number, planned = iterations.plan()
+    assert (number, planned.number, planned.planned) == (1, -1, True)
+    assert iterations.plan() is None
+    drawn(iterations, 0)
+    assert iterations.begin(lambda *_: DRAWN) is planned
+    assert planned.number == 1
+    assert iterations.plan()[0] == 2
+
+
+def test_what_has_more_than_a_token_of_each_is_not_planned():
+    prompt, order, draft = decodes("a"), decodes("a", "b"), decodes("a")
+    prompt.scheduled_new_reqs = ["b"]
+    order.num_scheduled_tokens = {"b": 1, "a": 1}
+    draft.total_num_scheduled_tokens = 2
+    for output in (prompt, order, draft):
+        iterations = Iterations(1, 99)
+        iterations.scheduled(output, 0, 0, 0, 0)
+        iterations.enter(output)
+        assert iterations.plan() is None
+    iterations = Iterations(1, 99)
+    iterations.enter(decodes("a"))  # of a scheduler that has no slots
+    assert iterations.plan() is None
+
+
 def test_what_waits_fails_with_the_engine():
     iterations = Iterations(1, 99)
     for turn in range(2):

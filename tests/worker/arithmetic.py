@@ -129,6 +129,7 @@ class Runner:
         self.cache_config = SimpleNamespace(mamba_cache_mode="none")
         self.model = Model()
         self.model_state = state(config, self.model, None, self.device)
+        self.model_state.prepare_attn = lambda _: None
         self.req_states = SimpleNamespace(
             req_id_to_index={},
             free_indices=list(range(requests)),
@@ -173,6 +174,7 @@ class Runner:
         desc = SimpleNamespace(num_tokens=output.total_num_scheduled_tokens, num_reqs=None)
         batch = self._batch = self.prepare_inputs(output, state, desc, 0)
         tables, slots = self.prepare_attn(batch)
+        self.model_state.prepare_attn(batch)
         received = None
         if receive is not None:
             received = receive()[KEY][: batch.num_tokens]

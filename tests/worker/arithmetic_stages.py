@@ -7,8 +7,10 @@ the channel of logits are real. The test follows BIC-I for all of them, and draw
 from __future__ import annotations
 
 import itertools
+import pickle
 import socket
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,12 +23,14 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.config import SiPipeConfig
+from sipipe.engine.iterations import only_decodes
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.calls import OpenChannels
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
+from sipipe.messages.step import int32_bytes
 from sipipe.worker import loaded_stage
 from sipipe.worker.loop import StageLoop
 from sipipe.worker.sampled_stage import Surroundings
@@ -143,8 +147,17 @@ class Stages:
     def run(self, iteration, output, samples):
         """Hand an iteration with this many rows of logits to all stages."""
         row = iteration % (INFLIGHT + 1) * REQUESTS if samples else -1
+        slot, cached = iteration % INFLIGHT, output.scheduled_cached_reqs
+        if not (iteration % 2 and only_decodes(output)):
+            for loop in self.loops:
+                loop.run(iteration, slot, output, row, samples)
+            return
+        tokens = int32_bytes(list(itertools.chain.from_iterable(cached.new_token_ids)))
+        planned = replace(output, scheduled_cached_reqs=replace(cached, new_token_ids=[]))
         for loop in self.loops:
-            loop.run(iteration, iteration % INFLIGHT, output, row, samples)
+            loop.run(iteration, slot, pickle.loads(pickle.dumps(planned)), awaits=True)
+        for loop in self.loops:
+            loop.stage.tokens(iteration, tokens, row, samples)
 
     def draw(self, iteration):
         """The most likely token of each row of an iteration."""

@@ -36,6 +36,7 @@ from sipipe.messages.calls import OpenChannels
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
+from sipipe.messages.step import int32_bytes
 from sipipe.observe.format import Header
 from sipipe.observe.recorder import open_recorder
 from sipipe.worker.logits import KEY
@@ -123,6 +124,23 @@ class Preparing:
                 return
 
 
+class SteppedTokens:
+    """In place of a stage's queue of tokens: who waits for some lets all others go on."""
+
+    def __init__(self, rig, stage):
+        self.rig, self.stage, self.items = rig, stage, deque()
+
+    def put(self, item):
+        self.items.append(item)
+
+    def get(self):
+        self.rig.awaiting.add(self.stage)
+        while not self.items:
+            self.rig.go_on(waiting=True)
+        self.rig.awaiting.remove(self.stage)
+        return self.items.popleft()
+
+
 class SteppedCondition(threading.Condition):
     """Who waits gives its turn away."""
 
@@ -183,6 +201,12 @@ class Rig:
         monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
         monkeypatch.setattr(buffer_utils, "_DEFAULT_MAX_CONCURRENCY", INFLIGHT)
         self.dispatched, self.launched = 0, [0, 0]
+        self.iterations = self.drawn = self.burst = 0
+        self.favourite = None
+        self.awaiting = set()
+        """Stages whose device thread waits for tokens."""
+        self.planned = None
+        """What was published of the next iteration, and its tokens."""
         self.running = set()
         """Stages whose device thread is in something."""
         self.products = deque()
@@ -241,6 +265,7 @@ class Rig:
             loop._loaded.sharing.writer = stage
         loop.open(OpenChannels(links=links, finals=heads, logits=self.channel.endpoint))
         loop.stage._publisher._progress = SteppedCondition(self)
+        loop.stage._awaited = SteppedTokens(self, stage)
         if self.shared and not stage:
             loop.stage._projection._progress = SteppedCondition(self)
         self.preparing.append(Preparing(self, loop))
@@ -341,18 +366,38 @@ class Rig:
             prefill=request.prompt,
         )
 
+    def plan(self):
+        """The next iteration to both stages, without its tokens, which are still out."""
+        iteration = self.dispatched
+        output = self.schedule(iteration)
+        self.outputs.append(output)
+        cached = output.scheduled_cached_reqs
+        self.planned = int32_bytes([token for [token] in cached.new_token_ids])
+        cached.new_token_ids = []
+        job = (iteration, iteration % INFLIGHT, output, -1, 0, True)
+        for preparing in self.preparing:
+            preparing.queue.put(lambda loop=preparing.loop: loop.run(*job))
+
+    def may_plan(self):
+        slot = self.dispatched % INFLIGHT
+        requests = self.requests[slot * ROWS : (slot + 1) * ROWS]
+        return self.planned is None and all(r.computed >= len(r.prompt) for r in requests)
+
     def dispatch(self):
         """An iteration to both stages, and now and then a call."""
-        iteration = self.dispatched
-        self.outputs.append(self.schedule(iteration))
-        self.dispatched += 1
+        iteration, planned = self.dispatched, self.planned
+        if planned is None:
+            self.outputs.append(self.schedule(iteration))
+        self.dispatched, self.planned = self.dispatched + 1, None
         slot, logits = iteration % INFLIGHT, "logits" in self.waits_for[iteration]
         row, rows = (slot * ROWS, len(self.expected[iteration])) if logits else (-1, 0)
         output = self.outputs[iteration]
         for stage, preparing in enumerate(self.preparing):
             loop = preparing.loop
-            job = (iteration, slot, output, row, rows)
-            preparing.queue.put(lambda loop=loop, job=job: loop.run(*job))
+            job, do = (iteration, slot, output, row, rows), loop.run
+            if planned is not None:
+                job, do = (iteration, planned, row, rows), loop.stage.tokens
+            preparing.queue.put(lambda do=do, job=job: do(*job))
             if self.choose.random() < 0.1:
                 call = (stage, self.dispatched)
                 preparing.queue.put(lambda loop=loop, call=call: loop.call(self.alone(*call)))
@@ -402,13 +447,17 @@ class Rig:
 
     def choices(self, iterations):
         found = self.others() | self.runs()
-        if self.dispatched < iterations and self.resolved(self.dispatched - INFLIGHT):
-            found["dispatch"] = self.dispatch
+        if self.dispatched < iterations:
+            if self.resolved(self.dispatched - INFLIGHT):
+                found["dispatch"] = self.dispatch
+            elif self.may_plan():
+                found["plan"] = self.plan
         return found
 
     def runs(self):
         """Device threads that can go on."""
         found, (first, last) = {}, self.launched
+        first -= 0 in self.awaiting  # what it sends is still to come
         for stage, loop in enumerate(self.loops):
             buffer = loop.double_buffer
             if any(stage <= other for other in self.running):
@@ -477,21 +526,28 @@ class Rig:
         self.sends_at_once(self.loops[0]._links._sender)
         self.machine.waits.clear()
         self.machine.calm = False
-        who = ["dispatch", "run 0", "run 1", *self.actors]
-        drawn = burst = 0
+        self.iterations = iterations
         while not self.wrong and not all(map(self.resolved, range(iterations))):
-            choices = self.choices(iterations)
-            if not choices:
-                self.wrong.append("nobody can go on")
-                break
-            if not burst:  # one goes on for a while, so that others are late
-                favourite, burst = self.choose.choice(who), self.choose.randint(1, 8)
-            burst -= 1
-            name = favourite if favourite in choices else self.choose.choice(list(choices))
-            choices[name]()
-            while drawn < min(self.committed):
-                self.draw()
-                drawn += 1
+            self.go_on()
+
+    def go_on(self, waiting=False):
+        """Somebody goes on. ``waiting``: it is the device thread of a stage that asks."""
+        choices = self.choices(self.iterations)
+        if not choices:
+            self.wrong.append("nobody can go on")
+        if self.wrong:
+            if waiting:
+                raise TimeoutError("something went wrong")
+            return
+        if not self.burst:  # one goes on for a while, so that others are late
+            who = ["dispatch", "plan", "run 0", "run 1", *self.actors]
+            self.favourite, self.burst = self.choose.choice(who), self.choose.randint(1, 8)
+        self.burst -= 1
+        name = self.favourite if self.favourite in choices else self.choose.choice(list(choices))
+        choices[name]()
+        while self.drawn < min(self.committed):
+            self.drawn += 1
+            self.draw()
 
     def sends_at_once(self, sender):
         """What ``sender`` sends leaves at once, and not by a thread that runs as it likes."""

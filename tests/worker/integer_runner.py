@@ -140,6 +140,7 @@ class Runner:
         self.max_num_reqs = requests = INFLIGHT * ROWS
         self.max_num_tokens = MAX_TOKENS
         self.model_state = DefaultModelState.__new__(DefaultModelState)
+        self.model_state.prepare_attn = lambda _: None
         self.cache_config = SimpleNamespace(mamba_cache_mode="none")
         self.model_config = SimpleNamespace(
             get_vocab_size=lambda: VOCAB,
@@ -195,6 +196,7 @@ class Runner:
         # As some of vLLM's builders of attention metadata: copies of what the host has.
         lengths = batch.seq_lens_cpu_upper_bound.to(self.device, non_blocking=True)
         starts = torch.from_numpy(batch.query_start_loc_np).to(self.device, non_blocking=True)
+        self.model_state.prepare_attn(batch)
         kept = self.intermediate_tensors.tensors
         if intermediate is not None:
             for name, tensor in kept.items():

@@ -37,8 +37,8 @@ from .integer_runner import Model, Tables  # noqa: E402
 from .test_gpu import hand_over  # noqa: E402
 
 QUICK, SEEDS = 10, 24
-TRIES = 60
-"""Schedules among which one shows a planted hazard; most are shown by the first few."""
+TRIES = (382, *range(60))
+"""Schedules of which one shows a planted hazard; most are shown by the first few, one by few."""
 
 
 def run(monkeypatch, seed, iterations=12, plant=None, shared=False):
@@ -161,6 +161,12 @@ HAZARDS = {
         "self._read[inputs.buffer_set] = self._device.mark()",
         "self._read[inputs.buffer_set] = early",
     ),
+    "a set is written before the device has copied late tokens from it": (
+        Copied, "take", "self._read[inputs.buffer_set] = self._device.mark()", "pass",
+    ),
+    "late tokens stay on the host": (
+        Copied, "take", '.copy_(source, non_blocking=True)', "",
+    ),
     "who waits for a set is GPU 0's thread": (
         Copied, "wait_free", "self._device.use()", "pass",
     ),
@@ -262,6 +268,6 @@ PLANTED = [(name, plant, plants is SHARED_HAZARDS) for plants in (HAZARDS, SHARE
     ids=[name.replace(" ", "-") for name, *_ in PLANTED],
 )
 def test_a_planted_hazard_is_found(monkeypatch, plant, shared):
-    found = (run(monkeypatch, seed, plant=plant, shared=shared) for seed in range(TRIES))
+    found = (run(monkeypatch, seed, plant=plant, shared=shared) for seed in TRIES)
     wrong = next(filter(None, found), None)
     assert wrong, "no schedule has found it"

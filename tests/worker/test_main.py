@@ -13,9 +13,11 @@ from tests.worker.arithmetic import Runner
 from tests.worker.arithmetic_stages import HAND_OVER, Stages, one_by_one
 from vllm.distributed import parallel_state
 
+from sipipe.errors import DamagedError
 from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.messages.header import Kind, encode_header
 from sipipe.messages.replies import Reply
+from sipipe.messages.step import int32_bytes
 from sipipe.worker import main as worker_main
 from sipipe.worker.preparation import SiPipePrepares
 
@@ -33,6 +35,14 @@ def grammar(number):
 def call(number, method, *args, only=None):
     body = pickle.dumps((method, args, {}, only))
     return [encode_header(Kind.CONTROL, 0, number), b"", body]
+
+
+def plan(number, output):
+    return [encode_header(Kind.PLAN, 0, number), b"", pickle.dumps(output)]
+
+
+def tokens(number, *values):
+    return [encode_header(Kind.SCHEDULE, 0, number), b"", int32_bytes(values)]
 
 
 class Parent:
@@ -132,6 +142,27 @@ def closed(monkeypatch):
     stages = Stages(1, threads=False, opened=False)
     monkeypatch.setattr(parallel_state, "_PP", stages.loops[0]._around.wrapper.group)
     return stages
+
+
+def without_tokens(number):
+    output = one_by_one(number + 1)[number]
+    output.scheduled_cached_reqs.new_token_ids = []
+    return output
+
+
+def test_a_planned_iteration_runs_when_its_tokens_are_there(process):
+    messages = [iteration(0), plan(1, without_tokens(1)), tokens(1, 4), iteration(2)]
+    assert process([*messages, call(8, "ran")]) == [answer(8, 3)]
+
+
+def test_tokens_of_another_iteration_end_the_worker(process):
+    wrong = tokens(1, 4, 5)
+    with pytest.raises(DamagedError, match="2 tokens of iteration 1 came for 1 of iteration 1"):
+        process([iteration(0), plan(1, without_tokens(1)), wrong, call(8, "ran")])
+
+
+def test_a_worker_that_waits_for_tokens_ends_with_the_engine(process):
+    assert process([iteration(0), plan(1, without_tokens(1))]) == []
 
 
 def test_calls_run_between_iterations_and_are_answered(process, monkeypatch):

@@ -5,7 +5,7 @@ names over several slots. Each output goes through vLLM's second runner as it is
 whose place SiPipe prepares; whatever a forward pass or its metadata would read is compared.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +18,7 @@ from tests.scheduled import new_request  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 
 from sipipe.engine.balance import Balancer  # noqa: E402
+from sipipe.engine.iterations import only_decodes  # noqa: E402
 from sipipe.engine.requests import RequestTracker  # noqa: E402
 from sipipe.worker import preparation  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
@@ -228,7 +229,13 @@ def prepared(request, monkeypatch):
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
             sizes = runner.max_num_reqs, runner.max_num_tokens
             runner.input_buffers = PackedInputBuffers(*sizes, 64, runner.device)
-        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets, logits=64)
+
+        def tokens(inputs):
+            inputs.awaits = False
+            return runner.tokens.pop(inputs.iteration)
+
+        told = {"slots": slots, "sets": sets, "logits": 64}
+        return runner, SiPipePrepares(tokens, runner, device, **told)
 
     return make
 
@@ -253,12 +260,19 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
     ours, side = prepared(slots)
     preparer = side._preparer
     steady, added = Counter(preparer, "_write_steady"), Counter(preparer.states, "add")
+    lates = 0
     for iteration in range(150):
         output, requests = scheduler.output()
         padded = padding(rng, output)
-        inputs = side.prepare(iteration, iteration % slots, iteration % 2, output)
+        known, early = output.scheduled_cached_reqs, output
+        late = bool(rng.integers(2)) and only_decodes(output) and all(known.new_token_ids)
+        if late:  # its tokens come when the metadata of its batch are there
+            ours.tokens[iteration] = np.concatenate(known.new_token_ids)
+            early = replace(output, scheduled_cached_reqs=replace(known, new_token_ids=[]))
+            lates += 1
+        inputs = side.prepare(iteration, iteration % slots, iteration % 2, early, late)
         side.begin(inputs)
-        found, expected = ours.step(output, *padded), theirs.step(output, *padded)
+        found, expected = ours.step(early, *padded), theirs.step(output, *padded)
         assert ours.req_states.req_id_to_index == theirs.req_states.req_id_to_index
         assert ours.kv_block_zeroer.zeroed == theirs.kv_block_zeroer.zeroed
         if expected is not None:
@@ -273,6 +287,7 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
         scheduler.sample(output, requests)
     assert added.calls > 20
     assert steady.calls > 20
+    assert lates > 10
 
 
 @pytest.mark.parametrize("seed", range(2))

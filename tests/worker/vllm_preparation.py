@@ -79,6 +79,8 @@ class PreparingRunner(GPUModelRunner):
         self.input_buffers = InputBuffers(REQUESTS, TOKENS, cpu)
         self.pp_handler = TokenFeedback(REQUESTS)
         self.pp_handler.states = self.req_states if first else None
+        self.tokens = {}
+        """Of a batch that was prepared without."""
 
     def step(self, output, padded_reqs=None, padded_tokens=0):
         """What ``execute_model`` does before and behind the model: the batch, its state, how many
@@ -96,6 +98,7 @@ class PreparingRunner(GPUModelRunner):
         padded = SimpleNamespace(num_reqs=padded_reqs, num_tokens=padded_tokens)
         batch = self.prepare_inputs(output, state, padded, 0)
         tables, slots = self.prepare_attn(batch)
+        self.model_state.prepare_attn(batch)
         return batch, state, uniform, tables, slots
 
     def finish(self, batch):

@@ -25,7 +25,7 @@ from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.header import Kind
 from sipipe.messages.pickles import out_of_band
-from sipipe.messages.step import encode
+from sipipe.messages.step import encode, int32_bytes
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
@@ -91,6 +91,10 @@ class Dispatcher:
             follow = self._tracker.advance
             while (iteration := self._iterations.begin(follow, short=not wait)) is not None:
                 self._send(iteration)
+            if wait and (planned := self._iterations.plan()) is not None:
+                number, iteration = planned
+                parts = [b"", *out_of_band(iteration.output)]
+                self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot or 0)
         finally:
             self._bus.order.release()
 
@@ -104,10 +108,15 @@ class Dispatcher:
         if work.samplers:
             self._gather.expect(iteration.number, work.samplers)
         began = iteration.published = time.monotonic_ns()
+        if iteration.planned:
+            tokens = iteration.output.scheduled_cached_reqs.new_token_ids
+            parts = [int32_bytes(list(chain.from_iterable(tokens)))]
+        else:
+            parts = out_of_band(iteration.output)
         self._bus.publish(
             Kind.SCHEDULE,
             iteration.number,
-            [encode(work.step), *out_of_band(iteration.output)],
+            [encode(work.step), *parts],
             slot=iteration.slot or 0,
             logits=(iteration.logits_row, len(work.sampled)),
         )

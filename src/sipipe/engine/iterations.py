@@ -6,7 +6,8 @@ Who runs here
     the engine thread always, the others where that takes no time. All under one lock.
 Guarantees
     Iterations begin in the order in which they entered, each when the one of its slot's last turn,
-    and all before that, have left: the tokens that it needs are known then. The logits of those in
+    and all before that, have left: the tokens that it needs are known then. The first of those that
+    wait is planned, if it only decodes: workers have it already but for its tokens. The logits of those in
     flight have rows of BIC-L of their own (:mod:`.logits_room`). A future is resolved once: with
     the output when all is in, or with what stopped the engine. After ``fail`` none begins.
 Relies on
@@ -48,6 +49,8 @@ class Iteration:
     """When its scheduling began and ended, in monotonic nanoseconds, if the scheduler is ours."""
     number: int = -1
     """Counted from 0 as iterations are published; -1 before."""
+    planned: bool = False
+    """Workers have it, but for its tokens."""
     work: Work = field(default_factory=Work)
     logits_row: int = -1
     """Where its rows of BIC-L begin; -1: it has none."""
@@ -178,6 +181,20 @@ class Iterations:
             self._in_flight[iteration.number] = iteration
         return iteration
 
+    def plan(self) -> tuple[int, Iteration] | None:
+        """The first of those that wait, and its number to be: from now on it is planned."""
+        with self._lock:
+            first = self._waiting[0] if self._waiting else None
+            if (
+                first is None
+                or first.planned
+                or first.slot is None
+                or not only_decodes(first.output)
+            ):
+                return None
+            first.planned = True
+            return self._next, first
+
     def wait_for_first(self) -> bool:
         """Wait until the first of those that wait may begin; False: none waits."""
         with self._lock:
@@ -253,3 +270,14 @@ class Iterations:
             why = RuntimeError(f"iteration {number} failed: {error}")
             with suppress(InvalidStateError):
                 iteration.future.set_exception(why)
+
+
+def only_decodes(output: SchedulerOutput) -> bool:
+    """Whether it has a token of each request that was in others before, in the order in which they
+    are named."""
+    known = output.scheduled_cached_reqs.req_ids
+    return (
+        not output.scheduled_new_reqs
+        and 0 < output.total_num_scheduled_tokens == len(known)
+        and list(output.num_scheduled_tokens) == known
+    )

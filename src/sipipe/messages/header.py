@@ -16,6 +16,9 @@ class Kind(enum.IntEnum):
     """The structured-output bitmask of an iteration already published; workers skip it."""
     CONTROL = 3
     """A call for the stage workers, in order with the iterations; samplers skip it."""
+    PLAN = 4
+    """The iteration that is published next, without its tokens, which are still to come: workers
+    prepare and launch it up to them, samplers skip it. Its SCHEDULE brings workers nothing else."""
 
 
 class Header(NamedTuple):

@@ -129,10 +129,16 @@ class DoubleBuffer:
         """The device thread's, which the stage may say more exactly while it runs an iteration."""
 
     def prepare(
-        self, iteration: int, slot: int, output: SchedulerOutput, row: int = -1, rows: int = 0
+        self,
+        iteration: int,
+        slot: int,
+        output: SchedulerOutput,
+        row: int = -1,
+        rows: int = 0,
+        awaits: bool = False,
     ) -> None:
-        """Prepare one iteration, of which samplers get ``rows`` of BIC-L from ``row`` on; waits
-        until a set is free. Raises StageStoppedError: after ``close``. StallError: no set was free
+        """Prepare one iteration, of which samplers get ``rows`` of BIC-L from ``row`` on, or which
+        ``awaits`` word of that and its tokens; waits until a set is free. Raises StageStoppedError: after ``close``. StallError: no set was free
         in time. BaseException: the one that ended either thread, itself."""
         self._preparing = f"waits for free input buffers for iteration {iteration}"
         try:
@@ -141,7 +147,7 @@ class DoubleBuffer:
                 self._wait(lambda: self._turns.may_write, 2 * self._stall_timeout)
                 buffer_set = self._turns.start_write()
             self._preparing = f"prepares iteration {iteration}"
-            inputs = self._stage.prepare(iteration, slot, buffer_set, output, row, rows)
+            inputs = self._stage.prepare(iteration, slot, buffer_set, output, row, rows, awaits)
             with self._lock:
                 self._check()
                 self._turns.end_write()

@@ -83,11 +83,17 @@ class StageLoop:
         return self.stage.double_buffer
 
     def run(
-        self, iteration: int, slot: int, output: SchedulerOutput, row: int = -1, rows: int = 0
+        self,
+        iteration: int,
+        slot: int,
+        output: SchedulerOutput,
+        row: int = -1,
+        rows: int = 0,
+        awaits: bool = False,
     ) -> None:
         """Prepare an iteration of BIC-I for the device thread."""
         assert self.stage.double_buffer is not None, "an iteration before the data plane was open"
-        self.stage.double_buffer.prepare(iteration, slot, output, row, rows)
+        self.stage.double_buffer.prepare(iteration, slot, output, row, rows, awaits)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns, with no iteration in the worker; in the device thread, if any."""

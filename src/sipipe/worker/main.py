@@ -119,6 +119,8 @@ class Main:
         self._loop: StageLoop | None = None
         self._wrapper: WorkerWrapperBase | None = None
         self._preparing: threading.Thread | None = None
+        self._planned = -1
+        """The last iteration that was planned."""
         self._call = "is loading its model"
         """What runs outside of iterations, for the stall report; empty between calls."""
         parent.doing = self._doing
@@ -205,6 +207,11 @@ class Main:
         if header.kind is Kind.CONTROL:
             self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
+        planned = header.kind is Kind.PLAN
+        if header.number == self._planned:
+            loop.stage.tokens(header.number, body, header.logits_row, header.logits_rows)
+            return
+        self._planned = header.number if planned else self._planned
         try:
             output = pickle.loads(body, buffers=buffers)
         except Exception as error:
@@ -214,7 +221,8 @@ class Main:
             ) from None
         now = time.monotonic_ns()
         self._recorder.record(Phase.WAIT_SCHEDULING, header.number, header.slot, began, now)
-        loop.run(header.number, header.slot, output, header.logits_row, header.logits_rows)
+        logits = header.logits_row, header.logits_rows
+        loop.run(header.number, header.slot, output, *logits, planned)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted. Whatever is wrong with the

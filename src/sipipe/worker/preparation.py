@@ -19,6 +19,7 @@ on CPUs, :class:`StandInSampler` keeps nothing.
 Who runs here: the preparing thread in ``prepare``; the device thread in ``begin`` and the rest.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace, get_uniform_decode_token_count
 
 from sipipe.worker.device import Device
+from sipipe.worker.inputs.kernels import Int32
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import Placed, Placement, placement_of
 from sipipe.worker.inputs.prepare import InputPreparer
@@ -61,19 +63,32 @@ def why_vllm_prepares(runner: Any) -> str:
 
 
 class VllmPrepares:
-    """The runner prepares in the device thread; :class:`TokenFeedback` brings its tokens."""
+    """The runner prepares in the device thread; :class:`TokenFeedback` brings its tokens. ``tokens``
+    waits for those of an iteration that awaits them."""
+
+    def __init__(self, tokens: Callable[[ModelInput], Int32]) -> None:
+        self._tokens = tokens
 
     def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+        self,
+        iteration: int,
+        slot: int,
+        buffer_set: int,
+        output: SchedulerOutput,
+        awaits: bool = False,
     ) -> ModelInput:
         """Preparing thread: all that can be done ahead."""
         inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
+        inputs.awaits = awaits
         inputs.num_reqs = len(output.num_scheduled_tokens)
         inputs.num_tokens = output.total_num_scheduled_tokens
         return inputs
 
     def begin(self, inputs: ModelInput) -> None:
         """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
+        if inputs.awaits:
+            found = self._tokens(inputs).tolist()
+            inputs.output.scheduled_cached_reqs.new_token_ids = [[token] for token in found]
 
 
 class SiPipePrepares(VllmPrepares):
@@ -81,7 +96,17 @@ class SiPipePrepares(VllmPrepares):
     without a request; ``slots``: microbatches in flight; ``sets``: of input buffers; ``logits``:
     rows of logits of a batch at most."""
 
-    def __init__(self, runner: Any, device: Device, *, slots: int, sets: int, logits: int) -> None:
+    def __init__(
+        self,
+        tokens: Callable[[ModelInput], Int32],
+        runner: Any,
+        device: Device,
+        *,
+        slots: int,
+        sets: int,
+        logits: int,
+    ) -> None:
+        super().__init__(tokens)
         self._runner = runner
         self._placement: Placement = placement_of(runner, device, sets, logits)
         self._buffers = self._placement.buffers
@@ -98,6 +123,9 @@ class SiPipePrepares(VllmPrepares):
         runner.gather_batch_req_state = self._gather_batch_req_state
         runner.prepare_inputs = self._prepare_inputs
         runner.prepare_attn = self._placement.tables
+        # The last of vLLM's calls before anything looks at tokens.
+        self._metadata = runner.model_state.prepare_attn
+        runner.model_state.prepare_attn = self._prepare_metadata
         runner.postprocess_num_computed_tokens = self._nothing
         if runner.lora_config is not None:
             self._make_lora_inputs = runner.lora_state.make_lora_inputs
@@ -105,10 +133,15 @@ class SiPipePrepares(VllmPrepares):
         runner.postprocess_sampled = self._postprocess_sampled
 
     def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+        self,
+        iteration: int,
+        slot: int,
+        buffer_set: int,
+        output: SchedulerOutput,
+        awaits: bool = False,
     ) -> ModelInput:
         self._placement.wait_free(buffer_set)
-        inputs = self._preparer.prepare(output, slot, buffer_set, iteration)
+        inputs = self._preparer.prepare(output, slot, buffer_set, iteration, awaits)
         if inputs.num_tokens:
             inputs.state = self._state(inputs)
             if placed := self._placement.ahead(inputs):
@@ -166,6 +199,12 @@ class SiPipePrepares(VllmPrepares):
         if batch is None or (requests, tokens) != (count, used):
             batch = self._batch(inputs, self._placement.place(inputs, requests, tokens))
         return batch
+
+    def _prepare_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        found, inputs = self._metadata(*args, **kwargs), self._inputs
+        if inputs.awaits:
+            self._placement.take(inputs, self._tokens(inputs))
+        return found
 
     # ---- vLLM's records of a batch ---------------------------------------------------------------
 

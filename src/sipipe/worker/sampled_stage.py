@@ -13,6 +13,7 @@ all else, with no iteration in the worker.
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-from sipipe.errors import UnsupportedError
+from sipipe.errors import DamagedError, UnsupportedError
 from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.replies import IterationReport, KVReport
+from sipipe.messages.step import int32_view
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import Device, Launched
 from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.draws import NothingDrawn
+from sipipe.worker.inputs.kernels import Int32
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover, Projection
@@ -88,6 +91,9 @@ class ClosedStage:
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
         """What the next token of some requests of ``iteration`` may be."""
 
+    def tokens(self, iteration: int, tokens: bytes, row: int, rows: int) -> None:
+        """What ``iteration`` awaits: its tokens, as int32, and where its rows of BIC-L are."""
+
     def drain(self) -> None:
         """Return when nothing of an iteration is in the worker."""
 
@@ -140,12 +146,13 @@ class SampledStage(ClosedStage):
         told: dict[str, Any] = {"report": around.report, "record": around.record}
         told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
         self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
-        self._preparation = VllmPrepares()
+        self._awaited: queue.SimpleQueue[tuple[int, bytes, int, int]] = queue.SimpleQueue()
+        self._preparation = VllmPrepares(self._tokens)
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):
             slots = boot.watched.inflight
             self._preparation = SiPipePrepares(
-                runner, device, slots=slots, sets=SETS, logits=boot.rows
+                self._tokens, runner, device, slots=slots, sets=SETS, logits=boot.rows
             )
         elif boot.speculates:
             raise UnsupportedError(
@@ -156,6 +163,7 @@ class SampledStage(ClosedStage):
         )
 
     def _interrupt(self) -> None:
+        self._awaited.put((-1, b"", -1, 0))
         self._links.interrupt()
         self._draws.close()
 
@@ -170,11 +178,12 @@ class SampledStage(ClosedStage):
         output: SchedulerOutput,
         row: int,
         rows: int,
+        awaits: bool = False,
     ) -> ModelInput:
         """Preparing thread: write the inputs of ``output`` into ``buffer_set``; samplers get
-        ``rows`` of BIC-L from ``row`` on."""
+        ``rows`` of BIC-L from ``row`` on. ``awaits``: :meth:`tokens` brings the rest."""
         began = time.monotonic_ns()
-        inputs = self._preparation.prepare(iteration, slot, buffer_set, output)
+        inputs = self._preparation.prepare(iteration, slot, buffer_set, output, awaits)
         inputs.logits_row, inputs.samples = row, rows
         self._around.record(Phase.PREPARE, inputs, began)
         return inputs
@@ -197,6 +206,27 @@ class SampledStage(ClosedStage):
         launched.last = self._device.mark()
         self._publisher.put(launched)
         self._projection.put(launched)
+
+    def tokens(self, iteration: int, tokens: bytes, row: int, rows: int) -> None:
+        self._awaited.put((iteration, tokens, row, rows))
+
+    def _tokens(self, inputs: ModelInput) -> Int32:
+        """Device thread: wait for what ``inputs`` awaits."""
+        name = f"iteration {inputs.iteration}"
+        self.double_buffer.running = f"waits for the tokens of {name}"
+        with self._projection.waiting():
+            # wait: the engine's for the iteration that draws them; its message, `_interrupt`
+            iteration, tokens, inputs.logits_row, inputs.samples = self._awaited.get()
+        found = int32_view(tokens)
+        if (iteration, len(found)) != (inputs.iteration, inputs.num_tokens):
+            raise DamagedError(
+                f"channel bic-i: {len(found)} tokens of iteration {iteration} came for "
+                f"{inputs.num_tokens} of {name}"
+            )
+        inputs.awaits = False
+        self.double_buffer.running = f"runs {name}"
+        self._launched.first = self._device.mark()
+        return found
 
     def _receive(self) -> dict[str, torch.Tensor]:
         """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""

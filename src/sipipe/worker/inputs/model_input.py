@@ -20,6 +20,8 @@ class ModelInput:
     buffer_set: int
     output: Any
     """vLLM's scheduling output, which both threads only read."""
+    awaits: bool = False
+    """Whether its tokens, one of each request, are still to come."""
     new_rows: list[int] = field(default_factory=list)
     """Rows of the request states of ``output.scheduled_new_reqs``."""
     req_ids: list[str] = field(default_factory=list)

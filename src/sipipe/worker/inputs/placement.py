@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.inputs.buffers import InputBuffers, Packed
+from sipipe.worker.inputs.kernels import Int32
 from sipipe.worker.inputs.model_input import ModelInput
 
 
@@ -78,6 +79,10 @@ class Placement(Protocol):
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
         """The batch, padded to ``requests`` and ``tokens``."""
+
+    def take(self, inputs: ModelInput, tokens: Int32) -> None:
+        """The tokens of a batch that was placed without them."""
+        self.buffers[inputs.buffer_set].input_ids.np[: len(tokens)] = tokens
 
     def _padded(self, inputs: ModelInput, requests: int, tokens: int) -> InputBuffers:
         source, count, used = self.buffers[inputs.buffer_set], inputs.num_reqs, inputs.num_tokens
@@ -171,6 +176,12 @@ class Copied(Placement):
         placed, computed = self._views(count, requests, tokens, inputs.num_logits)
         self._runner.req_states.num_computed_tokens.gpu[placed.rows] = computed
         return placed
+
+    def take(self, inputs: ModelInput, tokens: Int32) -> None:
+        super().take(inputs, tokens)
+        source = self.buffers[inputs.buffer_set].input_ids.tensor[: len(tokens)]
+        self._there.tensors["input_ids"][: len(tokens)].copy_(source, non_blocking=True)
+        self._read[inputs.buffer_set] = self._device.mark()
 
     def _view(
         self, count: int, requests: int, tokens: int, logits: int

@@ -54,9 +54,15 @@ class InputPreparer:
         self._batch_rows = np.arange(len(states.free_indices), dtype=np.int64)
 
     def prepare(
-        self, output: SchedulerOutput, slot: int, buffer_set: int, iteration: int
+        self,
+        output: SchedulerOutput,
+        slot: int,
+        buffer_set: int,
+        iteration: int,
+        awaits: bool = False,
     ) -> ModelInput:
-        """Apply a scheduling output; write the inputs of its microbatch into ``buffer_set``. Raises
+        """Apply a scheduling output; write the inputs of its microbatch into ``buffer_set``, all but
+        the tokens if it ``awaits`` them. Raises
         KeyError: for a cached request that was never introduced (a bug of the scheduler)."""
         tokens = output.total_num_scheduled_tokens
         new = output.scheduled_new_reqs
@@ -64,6 +70,7 @@ class InputPreparer:
             gone = output.finished_req_ids.union(output.preempted_req_ids or ())
             self._touch(self.states.remove(gone))
         inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
+        inputs.awaits = awaits
         inputs.new_rows, inputs.num_tokens = self._add(new) if new else [], tokens
         if not tokens:
             return inputs
@@ -112,7 +119,8 @@ class InputPreparer:
         _fill(target.num_computed_tokens.np, count, cached.num_computed_tokens)
         target.num_scheduled_tokens.np[:count] = 1
         target.num_drafts.np[:count] = 0
-        _fill_tokens(target, cached, cached.new_token_ids, count)
+        if not inputs.awaits:
+            _fill_tokens(target, cached, cached.new_token_ids, count)
         self._write_layout(inputs, batch, target)
         inputs.logits_rows = self._batch_rows[:count]
 
@@ -152,7 +160,8 @@ class InputPreparer:
         if not batch.same(req_ids):
             batch.resolve(req_ids, _permuted(rows, order))
         _fill(target.num_computed_tokens.np, count, _permuted(starts, order))
-        _fill_tokens(target, cached, _permuted(tokens, order), inputs.num_tokens)
+        if not inputs.awaits:
+            _fill_tokens(target, cached, _permuted(tokens, order), inputs.num_tokens)
         samples = self._write_layout(inputs, batch, target)
         batch.decoding = samples == count
         ordered = self._batch_rows[:count] if places is None else np.argsort(places)
