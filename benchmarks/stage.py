@@ -43,6 +43,7 @@ from benchmarks.stage_recorders import (
     iterations,
     open_stage,
 )
+from sipipe.messages.header import Header, Kind
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.inputs.placement import Copied, InPlace
 from sipipe.worker.publisher import Publisher
@@ -172,7 +173,8 @@ def launching(
         for number, output in enumerate(iterations(workload, count)):
             began = time.thread_time_ns()
             samples = len(output.num_scheduled_tokens)
-            inputs = stage.prepare(number, number % SLOTS, number % 2, output, 0, samples)
+            header = Header(Kind.SCHEDULE, number % SLOTS, number, 0, samples)
+            inputs = stage.prepare(header, number % 2, output)
             prepared, runner.nanoseconds = time.thread_time_ns(), 0
             if around is not None and number >= 2 * SLOTS:
                 around.runcall(stage.run, inputs)
@@ -180,7 +182,8 @@ def launching(
                 stage.run(inputs)
             launched = time.thread_time_ns() - prepared
             times.append((prepared - began, launched, runner.nanoseconds))
-        stage.run(stage.prepare(count, 0, count % 2, workload.end(), -1, 0))
+        last = Header(Kind.SCHEDULE, 0, count)
+        stage.run(stage.prepare(last, count % 2, workload.end()))
     steady = np.array(times[2 * SLOTS :])
     return (np.quantile(steady, 0.1, 0) / 1e3).tolist()  # type: ignore[no-any-return]
 
@@ -202,7 +205,7 @@ def measure_threads(quick: bool) -> None:
         stage = SleepingStage(prepare / 1e3, forward / 1e3)
         with TwoThreads(stage, sets) as buffer:
             for number in range(20 if quick else 100):
-                buffer.prepare(number, 0, None)
+                buffer.prepare(Header(Kind.SCHEDULE, 0, number), None)
             buffer.drain()
         gaps = 1e3 * np.diff(stage.ends)[3:]
         rows.append(

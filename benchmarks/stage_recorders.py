@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sipipe.messages.header import Header
 from sipipe.worker.double_buffer import DoubleBuffer
 
 if TYPE_CHECKING:
@@ -327,9 +328,9 @@ class SleepingStage:
         self.takes = (prepare, forward)
         self.ends: list[float] = []
 
-    def prepare(self, iteration: int, *_: Any) -> Any:
+    def prepare(self, header: Header, *_: Any) -> Any:
         time.sleep(self.takes[0])
-        return SimpleNamespace(iteration=iteration)
+        return SimpleNamespace(iteration=header.number)
 
     def run(self, inputs: Any) -> None:
         time.sleep(self.takes[1])

@@ -42,10 +42,9 @@ class Costs:
         if not share:
             return
 
-        def prepared(self: SiPipePrepares, *args: Any) -> ModelInput:
-            inputs = prepare(self, *args)
+        def prepared(self: SiPipePrepares, inputs: ModelInput) -> None:
+            prepare(self, inputs)
             time.sleep(share * layers(inputs.num_tokens))  # wait: the emulated host's time; nobody
-            return inputs
 
         SiPipePrepares.prepare = prepared  # type: ignore[method-assign]
 

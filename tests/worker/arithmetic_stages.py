@@ -27,6 +27,7 @@ from sipipe.engine.iterations import only_decodes
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.calls import OpenChannels
+from sipipe.messages.header import Header, Kind
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
@@ -148,16 +149,18 @@ class Stages:
         """Hand an iteration with this many rows of logits to all stages."""
         row = iteration % (INFLIGHT + 1) * REQUESTS if samples else -1
         slot, cached = iteration % INFLIGHT, output.scheduled_cached_reqs
+        header = Header(Kind.SCHEDULE, slot, iteration, row, samples)
         if not (iteration % 2 and only_decodes(output)):
             for loop in self.loops:
-                loop.run(iteration, slot, output, row, samples)
+                loop.double_buffer.prepare(header, output)
             return
         tokens = int32_bytes(list(itertools.chain.from_iterable(cached.new_token_ids)))
         planned = replace(output, scheduled_cached_reqs=replace(cached, new_token_ids=[]))
         for loop in self.loops:
-            loop.run(iteration, slot, pickle.loads(pickle.dumps(planned)), awaits=True)
+            early = pickle.loads(pickle.dumps(planned))
+            loop.double_buffer.prepare(Header(Kind.PLAN, slot, iteration), early)
         for loop in self.loops:
-            loop.stage.tokens(iteration, tokens, row, samples)
+            loop.stage.tokens(header, tokens)
 
     def draw(self, iteration):
         """The most likely token of each row of an iteration."""

@@ -33,11 +33,12 @@ from vllm.v1.worker.gpu.sample import gumbel
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.calls import OpenChannels
+from sipipe.messages.header import Header, Kind
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.messages.step import int32_bytes
-from sipipe.observe.format import Header
+from sipipe.observe.format import Header as TraceHeader
 from sipipe.observe.recorder import open_recorder
 from sipipe.worker.logits import KEY
 from sipipe.worker.loop import StageLoop
@@ -254,7 +255,7 @@ class Rig:
             ),
             wrapper=SimpleNamespace(worker=worker, execute_model=worker.execute_model),
             report=self.reported,
-            recorder=open_recorder(None, Header(role="stage")),
+            recorder=open_recorder(None, TraceHeader(role="stage")),
             fail=self.failed,
         )
         loop = StageLoop(around, sockets)
@@ -374,9 +375,10 @@ class Rig:
         cached = output.scheduled_cached_reqs
         self.planned = int32_bytes([token for [token] in cached.new_token_ids])
         cached.new_token_ids = []
-        job = (iteration, iteration % INFLIGHT, output, -1, 0, True)
+        header = Header(Kind.PLAN, iteration % INFLIGHT, iteration)
         for preparing in self.preparing:
-            preparing.queue.put(lambda loop=preparing.loop: loop.run(*job))
+            buffer = preparing.loop.double_buffer
+            preparing.queue.put(lambda buffer=buffer: buffer.prepare(header, output))
 
     def may_plan(self):
         slot = self.dispatched % INFLIGHT
@@ -394,10 +396,11 @@ class Rig:
         output = self.outputs[iteration]
         for stage, preparing in enumerate(self.preparing):
             loop = preparing.loop
-            job, do = (iteration, slot, output, row, rows), loop.run
+            job, do = output, loop.double_buffer.prepare
             if planned is not None:
-                job, do = (iteration, planned, row, rows), loop.stage.tokens
-            preparing.queue.put(lambda do=do, job=job: do(*job))
+                job, do = planned, loop.stage.tokens
+            header = Header(Kind.SCHEDULE, slot, iteration, row, rows)
+            preparing.queue.put(lambda do=do, header=header, job=job: do(header, job))
             if self.choose.random() < 0.1:
                 call = (stage, self.dispatched)
                 preparing.queue.put(lambda loop=loop, call=call: loop.call(self.alone(*call)))

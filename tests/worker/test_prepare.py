@@ -24,6 +24,7 @@ from sipipe.worker import preparation  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.inputs import placement  # noqa: E402
 from sipipe.worker.inputs.buffers import PackedInputBuffers  # noqa: E402
+from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.inputs.prepare import InputPreparer  # noqa: E402
 from sipipe.worker.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 
@@ -240,6 +241,13 @@ def prepared(request, monkeypatch):
     return make
 
 
+def prepare(by, output, slot, buffer_set, iteration, awaits=False):
+    place = {"iteration": iteration, "slot": slot, "buffer_set": buffer_set}
+    inputs = ModelInput(**place, output=output, awaits=awaits)
+    by.prepare(inputs)
+    return inputs
+
+
 def padding(rng, output):
     """What a graph would pad the batch to: requests or None, and tokens."""
     tokens = output.total_num_scheduled_tokens
@@ -270,7 +278,7 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
             ours.tokens[iteration] = np.concatenate(known.new_token_ids)
             early = replace(output, scheduled_cached_reqs=replace(known, new_token_ids=[]))
             lates += 1
-        inputs = side.prepare(iteration, iteration % slots, iteration % 2, early, late)
+        inputs = prepare(side, early, iteration % slots, iteration % 2, iteration, late)
         side.begin(inputs)
         found, expected = ours.step(early, *padded), theirs.step(output, *padded)
         assert ours.req_states.req_id_to_index == theirs.req_states.req_id_to_index
@@ -300,7 +308,7 @@ def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(prepared, s
     for iteration in range(100):
         output, requests = scheduler.output()
         told = tracker.advance(iteration, output)
-        inputs = side.prepare(iteration, iteration % 2, iteration % 2, output)
+        inputs = prepare(side, output, iteration % 2, iteration % 2, iteration)
         side.begin(inputs)
         found, expected = ours.step(output), theirs.step(output)
         if expected is not None:
@@ -348,7 +356,7 @@ def preparer_of(runner, slots):
 def started(*names):
     """A preparer whose slot 0 holds one-token prompts of ``names``."""
     preparer = preparer_of(PreparingRunner(), slots=2)
-    preparer.prepare(new_output(*names), 0, 0, 0)
+    prepare(preparer, new_output(*names), 0, 0, 0)
     return preparer
 
 
@@ -358,27 +366,27 @@ def test_a_steady_microbatch_moves_no_sequence():
     resolved = Counter(preparer.slots[0], "resolve")
     steady = Counter(preparer, "_write_steady")
     for computed in (1, 2, 3):
-        preparer.prepare(decode_output("ab", computed, [[5], [6]]), 0, computed % 2, 1)
+        prepare(preparer, decode_output("ab", computed, [[5], [6]]), 0, computed % 2, 1)
     assert steady.calls == 3
     assert [counter.calls for counter in (*written, resolved)] == [0] * 4
 
 
 def test_the_order_of_scheduling_is_that_of_the_rows_of_logits():
     preparer = started("a", "b")
-    preparer.prepare(decode_output("ab", 1, [[5], [6]]), 0, 1, 1)
+    prepare(preparer, decode_output("ab", 1, [[5], [6]]), 0, 1, 1)
     output = decode_output("ab", 2, [[5], [6]])
     output.num_scheduled_tokens = {"b": 1, "a": 1}
-    inputs = preparer.prepare(output, 0, 0, 2)
+    inputs = prepare(preparer, output, 0, 0, 2)
     assert [inputs.req_ids[row] for row in inputs.logits_rows] == ["b", "a"]
 
 
 def test_a_name_that_comes_back_has_the_row_of_its_new_request():
     preparer = started("a")
     before = preparer.states.index["a"]
-    preparer.prepare(new_output("x"), 1, 1, 1)
+    prepare(preparer, new_output("x"), 1, 1, 1)
     for name in "ax":  # the row that was freed last is given first
-        preparer.prepare(decode_output("", 0, [], finished=[name]), 1, 0, 2)
-    (row,) = preparer.prepare(new_output("a"), 0, 1, 3).new_rows
+        prepare(preparer, decode_output("", 0, [], finished=[name]), 1, 0, 2)
+    (row,) = prepare(preparer, new_output("a"), 0, 1, 3).new_rows
     assert preparer.slots[0].rows.tolist() == [row] != [before]
 
 
@@ -386,20 +394,20 @@ def test_a_name_that_comes_back_has_the_row_of_its_new_request():
 def test_missing_tokens_are_an_error_that_says_what_to_do(tokens):
     preparer = started("a", "b")
     with pytest.raises(ValueError, match=r"new_token_ids has \d tokens for 2 .*RequestTracker"):
-        preparer.prepare(decode_output("ab", 1, tokens), 0, 1, 1)
+        prepare(preparer, decode_output("ab", 1, tokens), 0, 1, 1)
 
 
 def test_more_tokens_than_blocks_names_the_request():
     preparer = started("a", "b")
     with pytest.raises(RuntimeError, match="request a was scheduled 5 tokens but has blocks for 4"):
-        preparer.prepare(decode_output("ab", 4, [[5], [6]]), 0, 1, 1)
+        prepare(preparer, decode_output("ab", 4, [[5], [6]]), 0, 1, 1)
 
 
 def test_an_empty_output_only_forgets():
     preparer = started("a", "b")
     output = SchedulerOutput.make_empty()
     output.finished_req_ids = {"a", "never seen"}
-    inputs = preparer.prepare(output, 1, 1, 1)
+    inputs = prepare(preparer, output, 1, 1, 1)
     assert inputs.num_tokens == inputs.num_reqs == 0
     assert set(preparer.states.index) == {"b"}
 
@@ -408,7 +416,7 @@ def test_a_row_that_is_not_vllms_ends_the_stage_with_the_requests_name(prepared)
     runner, side = prepared()
     runner.req_states.free_indices.reverse()  # as if vLLM had given and freed one since
     output = new_output("a")
-    side.begin(side.prepare(0, 0, 0, output))
+    side.begin(prepare(side, output, 0, 0, 0))
     with pytest.raises(RuntimeError, match="request a has row 63 here and 0 in vLLM's runner"):
         runner.step(output)
 
@@ -423,7 +431,7 @@ def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots():
     new = output.scheduled_new_reqs[0]
     new.prefill_token_ids, new.num_computed_tokens = list(range(13)), 12
     new.block_ids = ([5, 6, 7, 8], [9])
-    preparer.prepare(output, 0, 0, 0)
+    prepare(preparer, output, 0, 0, 0)
     source = preparer.buffers[0]
     assert source.block_tables[0].np[0, :4].tolist() == [0, 0, 7, 8]
     assert source.slot_mappings.np[:, 0].tolist() == [8 * 4, -1]

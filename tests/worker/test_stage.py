@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from sipipe.errors import StallError
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
+from sipipe.messages.header import Header, Kind
 from sipipe.worker import sampled_stage
 from sipipe.worker.double_buffer import DoubleBuffer, StageStoppedError, Turns
 from sipipe.worker.inputs.prepare import InputPreparer
@@ -167,7 +168,9 @@ def feed(loops, iterations):
     """Hand so many iterations to these stages."""
     for iteration, output in enumerate(one_by_one(iterations)):
         for loop in loops:
-            loop.run(iteration, iteration % INFLIGHT, output)
+            loop.double_buffer.prepare(
+                Header(Kind.SCHEDULE, iteration % INFLIGHT, iteration), output
+            )
 
 
 # ---- two sets of input buffers ------------------------------------------------------------------
@@ -314,7 +317,7 @@ def test_an_error_ends_both_threads_as_itself(where, monkeypatch):
         assert caught.value is error or receives
         until(lambda: any(said is error for said in stages.failed))
         with pytest.raises(RuntimeError) as caught:
-            loop.run(99, 0, None)
+            loop.double_buffer.prepare(Header(Kind.SCHEDULE, 0, 99), None)
         assert caught.value is error
         # Preparing 2 has waited for 0; 1 may not have had its turn.
         assert len(runner.cache) in {"prepare": (1, 2), "send": (3,)}.get(where, (2,))
@@ -337,7 +340,7 @@ def test_the_first_of_two_errors_is_the_one_that_is_told(receiving):
     _, decodes = one_by_one(2)
     decodes.scheduled_cached_reqs.req_ids[0] = "unknown"
     with pytest.raises(KeyError, match="unknown") as caught:
-        loop.run(1, 1, decodes)
+        loop.double_buffer.prepare(Header(Kind.SCHEDULE, 1, 1), decodes)
     until(lambda: stages.failed)
     assert stages.failed == [caught.value]
 
@@ -368,7 +371,7 @@ def test_shutdown_in_the_middle_of_a_step_ends_both_threads(where, monkeypatch, 
         thread.join(HAND_OVER)
         assert not thread.is_alive()
         with pytest.raises(StageStoppedError):
-            loop.run(9, 0, None)
+            loop.double_buffer.prepare(Header(Kind.SCHEDULE, 0, 9), None)
         with pytest.raises(StageStoppedError):
             loop.double_buffer.drain()
     assert stages.failed == [], "the device thread returns"
@@ -442,7 +445,9 @@ def test_calls_and_iterations_take_turns():
     with Stages(1) as stages:
         [loop], [runner] = stages.loops, stages.runners
         for iteration, output in enumerate(one_by_one(36)):
-            loop.run(iteration, iteration % INFLIGHT, output)
+            loop.double_buffer.prepare(
+                Header(Kind.SCHEDULE, iteration % INFLIGHT, iteration), output
+            )
             if iteration % 4 == 3:
                 assert loop.call(lambda: len(runner.cache)) == iteration + 1
     assert stages.failed == []

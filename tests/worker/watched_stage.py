@@ -12,10 +12,10 @@ class WatchedStage(sampled_stage.SampledStage):
         self._safety = TokenSafety(sampled_stage.SETS)
         super().__init__(*args)
 
-    def prepare(self, iteration, slot, buffer_set, *rest):
-        self._safety.begin_write(buffer_set, iteration)
-        inputs = super().prepare(iteration, slot, buffer_set, *rest)
-        self._safety.end_write(buffer_set, iteration)
+    def prepare(self, header, buffer_set, output):
+        self._safety.begin_write(buffer_set, header.number)
+        inputs = super().prepare(header, buffer_set, output)
+        self._safety.end_write(buffer_set, header.number)
         return inputs
 
     def run(self, inputs) -> None:

@@ -1,14 +1,13 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
-What is measured and how it is compared: docs/gpu.md, "Who draws". Where the device draws all rows, as
-in stock vLLM, nothing comes after the last stage, and a round over m is never above the slowest stage.
+What is measured and how it is compared: docs/gpu.md, "Who draws". Where the device draws all rows
+nothing comes after the last stage, and a round over m is never above the slowest stage.
 """
 
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sipipe.engine.layers.cut import layer_split
 from sipipe.messages.measured import MIXES
 from sipipe.messages.period import passing, period
 
@@ -24,7 +23,6 @@ class Costs:
     """Of the microbatch."""
     inflight: int
     """Microbatches in flight with CPU samplers, m."""
-    layers: tuple[int, ...]
     stages: tuple[float, ...]
     """Each stage's layers."""
     projection: float
@@ -56,17 +54,6 @@ class Costs:
         """The same with vLLM's sampler on the last stage."""
         return max(self._stages(self.device[mix]))
 
-    def stock(self, mix: str) -> float:
-        """The same of stock vLLM with p + 1 batches in flight."""
-        even = zip(self.stages, self.even, self.layers, strict=True)
-        *others, last = (stage * stocks / ours for stage, stocks, ours in even)
-        return max([*others, last + self.device[mix]])
-
-    @property
-    def even(self) -> tuple[int, ...]:
-        """Stock vLLM's layers of each stage."""
-        return layer_split(sum(self.layers), len(self.layers))
-
     def _stages(self, ending: float) -> list[float]:
         return [*self.stages[:-1], self.stages[-1] + ending]
 
@@ -87,16 +74,12 @@ class Choice:
         ways = {"off": costs.on_device, "on": costs.on_cpus, "per_row": costs.per_row}
         self.periods = {way: [period(mix) for mix in MIXES] for way, period in ways.items()}
         """Seconds between two microbatches, by way and mix."""
-        self.stock = [costs.stock(mix) for mix in MIXES]
 
     @property
     def draws(self) -> str:
         """The setting to go on with: of :data:`WAYS` the next one where it saves 3 % in the mean
-        and costs as much with no mix. None that is slower than stock vLLM in the mean; where all
-        are, by how the layers are cut, the quickest."""
-        means = {way: statistics.fmean(self.periods[way]) for way in WAYS}
-        bound = max(statistics.fmean(self.stock), min(means.values()))
-        found, *others = (way for way, mean in means.items() if mean <= bound)
+        and costs as much with no mix."""
+        found, *others = WAYS
         for name in others:
             way, other = self.periods[name], self.periods[found]
             if statistics.fmean(way) <= statistics.fmean(other) * (1 - WORTH_IT) and all(
@@ -108,15 +91,13 @@ class Choice:
     def __str__(self) -> str:
         """One line with the numbers and the choice."""
         costs, ways = self.costs, [self.periods[name] for name in ("on", "per_row", "off")]
-        ways.append(self.stock)
         by_mix = zip(MIXES, zip(*ways, strict=True), strict=True)
         periods = "; ".join(f"{mix} {_ms(*times)}" for mix, times in by_mix)
         rows = ", ".join(f"{costs.draws[mix] / costs.sequences * 1e6:.3g}" for mix in MIXES)
         return (
             f"cpu_sampling auto: {WAYS[self.draws]}. Measured at {costs.sequences} sequences a "
             "microbatch, ms expected between microbatches with CPU samplers, by row, with vLLM's "
-            f"sampler, with layers {list(costs.layers)}, and of stock vLLM with "
-            f"{list(costs.even)}: {periods}. Stages {_ms(*costs.stages)} ms, projection "
+            f"sampler: {periods}. Stages {_ms(*costs.stages)} ms, projection "
             f"{_ms(costs.projection)} ms; projection and rows of no more than a temperature "
             f"{_ms(*costs.plain.values())} ms; projection with vLLM's sampler "
             f"{_ms(*costs.device.values())} ms; logits to the host {_ms(costs.copy)} ms "

@@ -144,7 +144,6 @@ class Opening:
         costs = Costs(
             sequences=setup.microbatch,
             inflight=setup.slots,
-            layers=setup.layers,
             stages=tuple(max(rank.layers for rank in stage) for stage in stages),
             projection=max(rank.projection for rank in last),
             device={mix: max(rank.device[mix] for rank in last) for mix in MIXES},

@@ -35,6 +35,7 @@ from sipipe.errors import SiPipeError, StallError
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from sipipe.messages.header import Header
     from sipipe.worker.inputs.model_input import ModelInput
     from sipipe.worker.sampled_stage import SampledStage
 
@@ -128,26 +129,17 @@ class DoubleBuffer:
         self.running = "has not started"
         """The device thread's, which the stage may say more exactly while it runs an iteration."""
 
-    def prepare(
-        self,
-        iteration: int,
-        slot: int,
-        output: SchedulerOutput,
-        row: int = -1,
-        rows: int = 0,
-        awaits: bool = False,
-    ) -> None:
-        """Prepare one iteration, of which samplers get ``rows`` of BIC-L from ``row`` on, or which
-        ``awaits`` word of that and its tokens; waits until a set is free. Raises StageStoppedError: after ``close``. StallError: no set was free
+    def prepare(self, header: Header, output: SchedulerOutput) -> None:
+        """Prepare the iteration of a message of BIC-I; waits until a set is free. Raises StageStoppedError: after ``close``. StallError: no set was free
         in time. BaseException: the one that ended either thread, itself."""
-        self._preparing = f"waits for free input buffers for iteration {iteration}"
+        self._preparing = f"waits for free input buffers for iteration {header.number}"
         try:
             with self._lock:
                 # The engine's bound comes first, and says more.
                 self._wait(lambda: self._turns.may_write, 2 * self._stall_timeout)
                 buffer_set = self._turns.start_write()
-            self._preparing = f"prepares iteration {iteration}"
-            inputs = self._stage.prepare(iteration, slot, buffer_set, output, row, rows, awaits)
+            self._preparing = f"prepares iteration {header.number}"
+            inputs = self._stage.prepare(header, buffer_set, output)
             with self._lock:
                 self._check()
                 self._turns.end_write()

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-
 from sipipe.cores import bind_threads, run_soon
 from sipipe.messages import calls
 from sipipe.worker.links import Links
@@ -81,19 +79,6 @@ class StageLoop:
     def double_buffer(self) -> DoubleBuffer | None:
         """The stage's two threads, once iterations can run."""
         return self.stage.double_buffer
-
-    def run(
-        self,
-        iteration: int,
-        slot: int,
-        output: SchedulerOutput,
-        row: int = -1,
-        rows: int = 0,
-        awaits: bool = False,
-    ) -> None:
-        """Prepare an iteration of BIC-I for the device thread."""
-        assert self.stage.double_buffer is not None, "an iteration before the data plane was open"
-        self.stage.double_buffer.prepare(iteration, slot, output, row, rows, awaits)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns, with no iteration in the worker; in the device thread, if any."""

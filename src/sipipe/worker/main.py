@@ -207,11 +207,11 @@ class Main:
         if header.kind is Kind.CONTROL:
             self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
-        planned = header.kind is Kind.PLAN
         if header.number == self._planned:
-            loop.stage.tokens(header.number, body, header.logits_row, header.logits_rows)
+            loop.stage.tokens(header, body)
             return
-        self._planned = header.number if planned else self._planned
+        if header.kind is Kind.PLAN:
+            self._planned = header.number
         try:
             output = pickle.loads(body, buffers=buffers)
         except Exception as error:
@@ -221,8 +221,8 @@ class Main:
             ) from None
         now = time.monotonic_ns()
         self._recorder.record(Phase.WAIT_SCHEDULING, header.number, header.slot, began, now)
-        logits = header.logits_row, header.logits_rows
-        loop.run(header.number, header.slot, output, *logits, planned)
+        assert loop.double_buffer is not None, "an iteration before the data plane was open"
+        loop.double_buffer.prepare(header, output)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted. Whatever is wrong with the

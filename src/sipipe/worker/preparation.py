@@ -69,20 +69,10 @@ class VllmPrepares:
     def __init__(self, tokens: Callable[[ModelInput], Int32]) -> None:
         self._tokens = tokens
 
-    def prepare(
-        self,
-        iteration: int,
-        slot: int,
-        buffer_set: int,
-        output: SchedulerOutput,
-        awaits: bool = False,
-    ) -> ModelInput:
+    def prepare(self, inputs: ModelInput) -> None:
         """Preparing thread: all that can be done ahead."""
-        inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
-        inputs.awaits = awaits
-        inputs.num_reqs = len(output.num_scheduled_tokens)
-        inputs.num_tokens = output.total_num_scheduled_tokens
-        return inputs
+        inputs.num_reqs = len(inputs.output.num_scheduled_tokens)
+        inputs.num_tokens = inputs.output.total_num_scheduled_tokens
 
     def begin(self, inputs: ModelInput) -> None:
         """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
@@ -132,21 +122,13 @@ class SiPipePrepares(VllmPrepares):
             runner.lora_state.make_lora_inputs = self._lora_inputs
         runner.postprocess_sampled = self._postprocess_sampled
 
-    def prepare(
-        self,
-        iteration: int,
-        slot: int,
-        buffer_set: int,
-        output: SchedulerOutput,
-        awaits: bool = False,
-    ) -> ModelInput:
-        self._placement.wait_free(buffer_set)
-        inputs = self._preparer.prepare(output, slot, buffer_set, iteration, awaits)
+    def prepare(self, inputs: ModelInput) -> None:
+        self._placement.wait_free(inputs.buffer_set)
+        self._preparer.prepare(inputs)
         if inputs.num_tokens:
             inputs.state = self._state(inputs)
             if placed := self._placement.ahead(inputs):
                 inputs.batch = self._batch(inputs, placed)
-        return inputs
 
     def begin(self, inputs: ModelInput) -> None:
         self._inputs = inputs

@@ -25,6 +25,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.errors import DamagedError, UnsupportedError
 from sipipe.messages.boots import WorkerBoot
+from sipipe.messages.header import Header, Kind
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import int32_view
 from sipipe.observe.phases import Phase
@@ -91,8 +92,8 @@ class ClosedStage:
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
         """What the next token of some requests of ``iteration`` may be."""
 
-    def tokens(self, iteration: int, tokens: bytes, row: int, rows: int) -> None:
-        """What ``iteration`` awaits: its tokens, as int32, and where its rows of BIC-L are."""
+    def tokens(self, header: Header, tokens: bytes) -> None:
+        """What a PLAN awaits: its SCHEDULE, with its tokens as int32."""
 
     def drain(self) -> None:
         """Return when nothing of an iteration is in the worker."""
@@ -146,7 +147,7 @@ class SampledStage(ClosedStage):
         told: dict[str, Any] = {"report": around.report, "record": around.record}
         told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
         self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
-        self._awaited: queue.SimpleQueue[tuple[int, bytes, int, int]] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[tuple[Header, bytes]] = queue.SimpleQueue()
         self._preparation = VllmPrepares(self._tokens)
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):
@@ -163,28 +164,23 @@ class SampledStage(ClosedStage):
         )
 
     def _interrupt(self) -> None:
-        self._awaited.put((-1, b"", -1, 0))
+        self.tokens(Header(Kind.SCHEDULE, 0, -1), b"")
         self._links.interrupt()
         self._draws.close()
 
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
         self._draws.restrict(iteration, output)
 
-    def prepare(
-        self,
-        iteration: int,
-        slot: int,
-        buffer_set: int,
-        output: SchedulerOutput,
-        row: int,
-        rows: int,
-        awaits: bool = False,
-    ) -> ModelInput:
-        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; samplers get
-        ``rows`` of BIC-L from ``row`` on. ``awaits``: :meth:`tokens` brings the rest."""
+    def prepare(self, header: Header, buffer_set: int, output: SchedulerOutput) -> ModelInput:
+        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; of a PLAN,
+        :meth:`tokens` brings the rest."""
         began = time.monotonic_ns()
-        inputs = self._preparation.prepare(iteration, slot, buffer_set, output, awaits)
-        inputs.logits_row, inputs.samples = row, rows
+        inputs = ModelInput(
+            iteration=header.number, slot=header.slot, buffer_set=buffer_set, output=output
+        )
+        inputs.logits_row, inputs.samples = header.logits_row, header.logits_rows
+        inputs.awaits = header.kind is Kind.PLAN
+        self._preparation.prepare(inputs)
         self._around.record(Phase.PREPARE, inputs, began)
         return inputs
 
@@ -207,8 +203,8 @@ class SampledStage(ClosedStage):
         self._publisher.put(launched)
         self._projection.put(launched)
 
-    def tokens(self, iteration: int, tokens: bytes, row: int, rows: int) -> None:
-        self._awaited.put((iteration, tokens, row, rows))
+    def tokens(self, header: Header, tokens: bytes) -> None:
+        self._awaited.put((header, tokens))
 
     def _tokens(self, inputs: ModelInput) -> Int32:
         """Device thread: wait for what ``inputs`` awaits."""
@@ -216,13 +212,14 @@ class SampledStage(ClosedStage):
         self.double_buffer.running = f"waits for the tokens of {name}"
         with self._projection.waiting():
             # wait: the engine's for the iteration that draws them; its message, `_interrupt`
-            iteration, tokens, inputs.logits_row, inputs.samples = self._awaited.get()
+            header, tokens = self._awaited.get()
         found = int32_view(tokens)
-        if (iteration, len(found)) != (inputs.iteration, inputs.num_tokens):
+        if (header.number, len(found)) != (inputs.iteration, inputs.num_tokens):
             raise DamagedError(
-                f"channel bic-i: {len(found)} tokens of iteration {iteration} came for "
+                f"channel bic-i: {len(found)} tokens of iteration {header.number} came for "
                 f"{inputs.num_tokens} of {name}"
             )
+        inputs.logits_row, inputs.samples = header.logits_row, header.logits_rows
         inputs.awaits = False
         self.double_buffer.running = f"runs {name}"
         self._launched.first = self._device.mark()

@@ -53,28 +53,19 @@ class InputPreparer:
         self.buffers = buffers
         self._batch_rows = np.arange(len(states.free_indices), dtype=np.int64)
 
-    def prepare(
-        self,
-        output: SchedulerOutput,
-        slot: int,
-        buffer_set: int,
-        iteration: int,
-        awaits: bool = False,
-    ) -> ModelInput:
-        """Apply a scheduling output; write the inputs of its microbatch into ``buffer_set``, all but
-        the tokens if it ``awaits`` them. Raises
-        KeyError: for a cached request that was never introduced (a bug of the scheduler)."""
-        tokens = output.total_num_scheduled_tokens
-        new = output.scheduled_new_reqs
+    def prepare(self, inputs: ModelInput) -> None:
+        """Apply the scheduling output of ``inputs``; write its microbatch, all but the tokens if it
+        awaits them, into its set. Raises KeyError: for a cached request that was never introduced (a
+        bug of the scheduler)."""
+        output: SchedulerOutput = inputs.output
+        tokens, new = output.total_num_scheduled_tokens, output.scheduled_new_reqs
         if output.finished_req_ids or output.preempted_req_ids:
             gone = output.finished_req_ids.union(output.preempted_req_ids or ())
             self._touch(self.states.remove(gone))
-        inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
-        inputs.awaits = awaits
         inputs.new_rows, inputs.num_tokens = self._add(new) if new else [], tokens
         if not tokens:
-            return inputs
-        batch, target = self.slots[slot], self.buffers[buffer_set]
+            return
+        batch, target = self.slots[inputs.slot], self.buffers[inputs.buffer_set]
         cached = output.scheduled_cached_reqs
         if (
             not new
@@ -86,7 +77,6 @@ class InputPreparer:
             self._write_steady(inputs, batch, cached, target)
         else:
             self._write_mixed(inputs, batch, output, target)
-        return inputs
 
     # -- the request states ---------------------------------------------------------------------
 
