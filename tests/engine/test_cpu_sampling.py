@@ -3,11 +3,7 @@
 On a served engine: tests/engine/test_second_runner.py.
 """
 
-import statistics
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="the module belongs to sipipe.engine")
 
@@ -18,13 +14,12 @@ MS = 1e-3
 
 
 def costs(*, device=(4.0, 4.0, 4.0), draws=(1.0, 1.0, 1.0), plain=None, **more):
-    """Two stages of 10 ms and 8 layers each, a projection of 2 ms, times in ms; rows that are drawn
+    """Two stages of 10 ms each, a projection of 2 ms, times in ms; rows that are drawn
     on the device take what vLLM's sampler takes."""
     values = {"stages": (10.0, 10.0), "projection": 2.0, "copy": 0.5, **more}
     return Costs(
         sequences=64,
         inflight=3,
-        layers=values.pop("layers", (8, 8)),
         stages=tuple(seconds * MS for seconds in values["stages"]),
         projection=values["projection"] * MS,
         device={mix: seconds * MS for mix, seconds in zip(MIXES, device, strict=True)},
@@ -92,64 +87,12 @@ def test_each_row_has_its_place_where_that_saves_three_percent(device, draws, pl
     assert periods(found, "per_row")[:2] == [10.0 + seconds for seconds in plain]
 
 
-def test_stock_cuts_evenly_and_draws_on_the_last_stage():
-    found = Choice(costs(stages=(11.2, 7.2), layers=(14, 9), device=(2.0, 3.0, 5.0)))
-    # 23 layers of 0.8 ms: vLLM gives the first stage 12 of them, or the last one.
-    first, last = (0.8 * layers for layers in found.costs.even)
-    assert [seconds / MS for seconds in found.stock] == [
-        pytest.approx(max(first, last + draws)) for draws in (2.0, 3.0, 5.0)
-    ]
-    even = Choice(costs(device=(2.0, 3.0, 5.0)))
-    assert even.stock == even.periods["off"], "the same work on the same stages"
-
-
-@pytest.mark.parametrize(
-    ("stages", "layers", "device", "chosen"),
-    [
-        # Stock's would be 10 + 2.2. The device's drawing makes 12.35 of a last stage with more
-        # layers; samplers save 2.8 % of that, too little by itself, but are not slower than stock.
-        ((9.85, 10.15), (8, 8), (2.2,) * 3, "off"),
-        ((9.8, 10.15), (97, 103), (2.2,) * 3, "on"),
-        # All are slower than stock as the layers are cut: the quickest.
-        ((4.0, 16.0), (4, 16), (2.1,) * 3, "on"),
-        ((4.0, 16.0), (4, 16), (1.8,) * 3, "off"),
-    ],
-)
-def test_nothing_is_taken_that_is_expected_to_be_slower_than_stock(stages, layers, device, chosen):
-    found = Choice(costs(stages=stages, layers=layers, device=device, projection=1.85))
-    assert found.draws == chosen
-
-
-@given(
-    stages=st.lists(st.floats(0.1, 9), min_size=1, max_size=4),
-    layers=st.lists(st.integers(1, 9), min_size=4, max_size=4),
-    times=st.lists(st.floats(0.01, 9), min_size=10, max_size=10),
-)
-def test_the_choice_is_never_slower_than_stock_where_another_is_not(stages, layers, times):
-    found = Choice(
-        costs(
-            stages=stages,
-            layers=tuple(layers[: len(stages)]),
-            device=times[:3],
-            draws=times[3:6],
-            plain=times[6:8],
-            projection=times[8],
-            copy=times[9],
-        )
-    )
-    means = {way: statistics.fmean(times) for way, times in found.periods.items()}
-    stock = statistics.fmean(found.stock)
-    assert means[found.draws] <= max(stock, min(means.values()))
-
-
 def test_the_line_has_the_numbers_and_the_choice():
     line = str(Choice(costs(device=(2.1, 3.0, 9.0), draws=(1.0, 3.2, 6.4))))
     assert "\n" not in line
     assert line.startswith("cpu_sampling auto: CPU samplers draw.")
     assert "64 sequences a microbatch" in line
-    assert "with layers [8, 8], and " in line
-    assert "of stock vLLM with [8, 8]: greedy 12, 12.1, 12.1, 12.1; " in line
-    assert "temperature 12, 13, 13, 13; all 12, 12, 19, 19. " in line
+    assert "vLLM's sampler: greedy 12, 12.1, 12.1; temperature 12, 13, 13; all 12, 12, 19. " in line
     assert "Stages 10, 10 ms, projection 2 ms" in line
     assert "rows of no more than a temperature 2.1, 3 ms" in line
     assert "vLLM's sampler 2.1, 3, 9 ms" in line
