@@ -12,11 +12,10 @@ from benchmarks.make_model.checkpoint import make_model  # noqa: E402
 from sipipe import cli  # noqa: E402
 from sipipe.cli import gpu_check  # noqa: E402
 from sipipe.errors import SiPipeError  # noqa: E402
-from sipipe.tools import gpu_parts  # noqa: E402
 from sipipe.tools.load import SAMPLING, Job  # noqa: E402
 
 SERVERS = {name: step for name, step in gpu_check.STEPS.items() if "load" in step}
-KEYS = {"gpus", "part", "load", "row", "pp", "tp", "draw", "like", "trace"}
+KEYS = {"gpus", "load", "row", "pp", "tp", "draw", "like", "trace"}
 
 
 def check(tmp_path, steps, *more):
@@ -36,7 +35,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
 
 def test_a_step_that_is_not_there_is_named(capsys):
     assert cli.main(["gpu-check", "--steps", "versions,three"]) == 2
-    assert '--steps "three" is none of versions, draws' in capsys.readouterr().err
+    assert '--steps "three" is none of versions, links' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "."])
@@ -51,14 +50,11 @@ def test_a_file_that_cannot_be_appended_to_is_said_before_any_step(tmp_path, cap
 
 @pytest.mark.timeout(300)
 def test_parts_run_on_a_host_alone(tmp_path):
-    status, lines = check(tmp_path, "versions,draws,copies,links", "--without-gpu")
-    versions, draws, copies, links = lines
-    assert status == 0, lines
+    versions, links = lines = check(tmp_path, "versions,links", "--without-gpu")[1]
+    assert "failed" not in versions | links, lines
     assert versions["found"]["numba"]
     assert versions["found"]["torch"]
     assert {finding["what"] for finding in versions["doctor"]} > {"vLLM", "cores", "core plan"}
-    assert set(draws["found"]) == {"greedy", "temperature", "all"}
-    assert copies["skipped"] == "no CUDA"
     assert set(links["found"]) == {"0-0"}, "in host memory"
 
 
@@ -67,7 +63,6 @@ def test_the_table_is_sound():
     for name, step in gpu_check.STEPS.items():
         assert set(step) <= KEYS, name
         assert step.get("like") in (None, *seen), f"{name} is compared with what comes later"
-        assert "part" not in step or name in gpu_parts.PARTS
         seen.append(name)
     assert set(gpu_check.TABLE) == {"load", "steps"}
     assert {way for load in gpu_check.TABLE["load"].values() for way, *_ in load["loads"]} <= set(

@@ -99,9 +99,8 @@ def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
 
 def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """What came of a step."""
-    if "part" in step:
-        job = {"part": name, **step["part"]}
-        return {"found": measured(name, job, "sipipe.tools.gpu_parts", timeout=SECONDS)}
+    if name == "links":
+        return {"found": measured(name, {}, "sipipe.tools.gpu_links", timeout=SECONDS)}
     if "load" not in step:
         doctor = output(sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
         joined = output("nvidia-smi", "topo", "-m")

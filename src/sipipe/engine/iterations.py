@@ -273,8 +273,7 @@ class Iterations:
 
 
 def only_decodes(output: SchedulerOutput) -> bool:
-    """Whether it has a token of each request that was in others before, in the order in which they
-    are named."""
+    """Whether it has one token of each request, all of them in others before, in their order."""
     known = output.scheduled_cached_reqs.req_ids
     return (
         not output.scheduled_new_reqs

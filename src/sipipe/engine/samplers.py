@@ -13,8 +13,8 @@ Guarantees
     A successor adds and draws alone, one request after the other, what its predecessor left. A
     request that ends ``STRIKES`` of them, which have warmed up, fails alone, as all such do.
     Meanwhile the stall clock stands still.
-    Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
-    admitted, for which it needs the order that a publish which waits for the same sampler holds.
+    Publishing never waits for a dead sampler: both rings forget it before a successor, which needs
+    the order that a publish holds, asks to be admitted.
 Relies on
     The logits of an iteration stay in BIC-L until all who have rows in it have drawn:
     :meth:`Iterations.begin` publishes no iteration i + m before iteration i has left. Logits in which a

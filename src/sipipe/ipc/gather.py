@@ -18,8 +18,7 @@ Relies on
 A frame is a header (payload bytes, whether more frames of this answer follow, iteration) and the
 payload; nothing is unpickled here.
 
-Rejected: a listener and a handshake (a sampler is always a child, which inherits its end); shared
-memory for the way back (for some hundred bytes it would save a few microseconds).
+Rejected: shared memory for the way back (for some hundred bytes it would save microseconds).
 """
 
 import contextlib

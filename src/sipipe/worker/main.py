@@ -119,8 +119,7 @@ class Main:
         self._loop: StageLoop | None = None
         self._wrapper: WorkerWrapperBase | None = None
         self._preparing: threading.Thread | None = None
-        self._planned = -1
-        """The last iteration that was planned."""
+        self._planned = -1  # the last iteration that was
         self._call = "is loading its model"
         """What runs outside of iterations, for the stall report; empty between calls."""
         parent.doing = self._doing

@@ -40,6 +40,7 @@ from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import Placed, Placement, placement_of
 from sipipe.worker.inputs.prepare import InputPreparer
 
+Tokens = Callable[[ModelInput], Int32]
 KNOWN_STATES = (DefaultModelState, MambaHybridModelState)
 """vLLM's model states that read of a batch what is prepared here."""
 
@@ -66,7 +67,7 @@ class VllmPrepares:
     """The runner prepares in the device thread; :class:`TokenFeedback` brings its tokens. ``tokens``
     waits for those of an iteration that awaits them."""
 
-    def __init__(self, tokens: Callable[[ModelInput], Int32]) -> None:
+    def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
     def prepare(self, inputs: ModelInput) -> None:
@@ -87,14 +88,7 @@ class SiPipePrepares(VllmPrepares):
     rows of logits of a batch at most."""
 
     def __init__(
-        self,
-        tokens: Callable[[ModelInput], Int32],
-        runner: Any,
-        device: Device,
-        *,
-        slots: int,
-        sets: int,
-        logits: int,
+        self, tokens: Tokens, runner: Any, device: Device, *, slots: int, sets: int, logits: int
     ) -> None:
         super().__init__(tokens)
         self._runner = runner

@@ -15,8 +15,7 @@ what a period takes longer than its phases, where the first term is the longer o
 All times are :class:`sipipe.engine.scheduling.times.BatchTimes`, fitted twice on each stage. What
 prompts are cut by is fitted to all batches. Each s_i is fitted to decodes alone, by their rows alone,
 and begins with hardly a price of a row: so fewer and larger batches are tried until some differ in
-size, which tells it. Begun from the model's sizes, with prompts and contexts in the same fit, k was
-worse on two cores, whose stages get in each other's way (docs/log.md).
+size, which tells it.
 
 Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit;
 :class:`MeasuredTimes` takes in what was measured while an iteration is out.

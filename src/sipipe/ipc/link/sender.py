@@ -14,8 +14,7 @@ receiver that holds nothing when it takes a microbatch of several pieces (:mod:`
 for plain reads of the counters; the transport for memory order.
 
 Rejected: memory for ``depth`` microbatches of the largest size, which only prompts need (1.3 GB of
-a GPU, with 5 in flight, 16,384 tokens, hidden 4,096); queueing without bound; copying every frame in
-the caller's thread (16 MB take milliseconds), or in ours (a hand-over costs more than a small copy).
+a GPU, with 5 in flight, 16,384 tokens, hidden 4,096); copying every frame in one of the threads.
 """
 
 import queue

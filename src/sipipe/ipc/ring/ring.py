@@ -21,8 +21,6 @@ Guarantees, each from those two rules alone
       next entry is published; a reader at n waits for the writer at n + 1, who waits for none at n.
     * A reader that is declared but not attached counts as standing before its first message: the
       writer does not go further than a lap, and checks every millisecond whether it has come.
-    * Between the two system calls of a hand-over there is little else: unlocking the entry before
-      and claiming the next entry if it is free come afterwards.
 Relies on
     :class:`Locks` (kernel, memory order); aligned 8-byte loads and stores that do not tear. Cursor,
     attached and closed words are read without a lock: they only ever grow, a stale value makes a
