@@ -20,11 +20,11 @@ TOKENS, WIDTH, TIMES = 256, 4096, 100
 def links() -> dict[str, float]:
     """Microseconds of a hand-over between two processes, by pairs of GPUs; none: in host memory."""
     found, gpus = dict[str, float](), torch.cuda.device_count()
-    on: Any = "cuda" if gpus else "cpu"
-    kind: Any = "cuda_ipc" if gpus else "shm"
+    on, kind = ("cuda", "cuda_ipc") if gpus else ("cpu", "shm")
     for first in range(gpus or 1):
         second = (first + 1) % max(1, gpus)
-        link = LinkEndpoint(kind=kind, buffer_tokens=TOKENS, device=on, stall_timeout=60)
+        told: Any = {"kind": kind, "device": on}
+        link = LinkEndpoint(buffer_tokens=TOKENS, stall_timeout=60, **told)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if gpus:
             torch.cuda.set_device(first)

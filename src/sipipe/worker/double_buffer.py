@@ -17,8 +17,7 @@ Relies on
     operators, blocking system calls). They run outside the lock.
 Rejected
     One thread that alternates (the bubble that the paper removes); a process that prepares (its
-    arrays would have to be shared memory, for 0.1 ms of work); ``queue.Queue``, since the queue
-    and the counts must change together.
+    arrays would have to be shared memory, for 0.1 ms of work).
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ when its turn comes, though it may be planned before. The rules, per visit:
 A visit looks at the sequences of its own slot and at those that come and leave; of all others only
 at whether they still run. Of other slots it has what it saw at their own visits.
 
-Nothing here knows vLLM, time or threads. The paper's "Column-Wise CPU Sampling via Metadata Reuse"
-rests on these slots.
+Nothing here knows vLLM, time or threads. The paper's reuse of metadata rests on these slots.
 
 Guarantees (``tests/engine/scheduling/test_policy.py`` holds them over random histories):
 
