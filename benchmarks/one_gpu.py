@@ -65,10 +65,11 @@ def main() -> None:
     for name in args.rows.split("|"):
         job["servers"][name] = server(args, name)
     found = measured("servers side by side", job, of_the_checkout(MODULE))
+    name = "one-gpu-stages" if "@" in args.rows else "one-gpu"
     report(
-        "one-gpu", "Stages on one GPU, 8B, random weights", rows(found["runs"], next(iter(job["servers"]))),
-        note="medians; TPOT: ms per output token; TTFT: ms to the first; servers side by side, loads "
-        "in turn, decodes in CUDA graphs, no torch.compile",
+        name, "Stages on one GPU, 8B, random weights", rows(found["runs"], next(iter(job["servers"]))),
+        note="medians; TPOT: ms per output token, ratios are of it; TTFT: ms to the first; servers side "
+        "by side, loads in turn, decodes in CUDA graphs, no torch.compile",
     )  # fmt: skip
 
 
@@ -97,18 +98,17 @@ def rows(found: dict[str, dict[str, list[dict[str, Any]]]], first: str) -> list[
     """A line for each load and server; ratios are to the server ``first``."""
     lines = []
     for load_name, by_server in found.items():
-        speeds = {
-            name: statistics.median(run["output_throughput"] for run in runs)
-            for name, runs in by_server.items()
-        }
         mix, count = load_name.split()
+
+        def middle(figure: str, name: str, by: dict[str, Any] = by_server) -> float:
+            return statistics.median(run[figure] for run in by[name])
+
         for name, runs in by_server.items():
             line = {"sampling": mix, "requests": int(count), "engine": name}
-            line |= {"tokens/s": round(speeds[name])}
-            line[f"of {first}"] = round(speeds[name] / speeds[first], 2)
-            for figure in ("tpot", "ttft"):
-                middle = statistics.median(run[f"p50_{figure}_ms"] for run in runs)
-                line[f"{figure.upper()} p50"] = round(middle, 2)
+            line |= {"tokens/s": round(middle("output_throughput", name))}
+            tpot = middle("p50_tpot_ms", name)
+            line[f"of {first}"] = round(middle("p50_tpot_ms", first) / tpot, 2)
+            line |= {"TPOT p50": round(tpot, 2), "TTFT p50": round(middle("p50_ttft_ms", name), 2)}
             lines.append(line | {"runs": len(runs)})
     return lines
 

@@ -145,6 +145,32 @@ def test_a_planned_iteration_is_published_with_its_tokens_alone():
     assert sent[2][2][1:] == [int32_bytes([7, 8])]
 
 
+def test_tokens_that_come_while_a_plan_is_published_are_not_left_lying():
+    """Who brings them finds the order taken, and leaves."""
+    sent, work = [], Work(samplers=(0,))
+
+    def publish(kind, number, *_, **__):
+        sent.append((kind, number))
+        if kind is Kind.PLAN:
+            iterations.leave(iterations.deliver(number - 1, tokens=[]))
+            other = threading.Thread(target=dispatcher.go_on, args=(False,))
+            other.start()
+            other.join()
+
+    bus = SimpleNamespace(order=threading.RLock(), publish=publish)
+    gather = SimpleNamespace(expect=lambda *_: None)
+    iterations = Iterations(1, 99)
+    tracker = SimpleNamespace(advance=lambda *_: work)
+    dispatcher = Dispatcher(bus, iterations, tracker, gather, Mock(), empty=False)
+    for turn in range(2):
+        output = SchedulerOutput.make_empty()
+        output.scheduled_cached_reqs.req_ids = ["a"]
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"a": 1}, 1
+        iterations.scheduled(output, 0, turn, 0, 0)
+        assert dispatcher.publish(output)
+    assert sent == [(Kind.SCHEDULE, 0), (Kind.PLAN, 1), (Kind.SCHEDULE, 1)]
+
+
 FIRST = [(Kind.SCHEDULE, 0), (Kind.GRAMMAR, 0)]
 SECOND = [(Kind.SCHEDULE, 1), (Kind.GRAMMAR, 1)]
 

@@ -48,6 +48,13 @@ def test_what_one_side_passed_on_and_the_other_did_not_take(page):
     assert depths(page, "sampler", 0) == {"logits": 1}
 
 
+def test_what_is_planned_waits_for_its_tokens_alone(page):
+    page.writer("executor").set(Word.INFLIGHT, 5)
+    saw(page, "executor", 0, dispatch=8)
+    saw(page, "stage", 0, prepare=9, forward=8)
+    assert depths(page, "stage", 0) == {"scheduling": 0, "inputs": 0}
+
+
 def test_logits_are_there_when_every_stage_has_multiplied(page):
     page.writer("executor").set(Word.INFLIGHT, 5)
     saw(page, "executor", 0, dispatch=9)

@@ -18,6 +18,8 @@ from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.messages.header import Kind, encode_header
 from sipipe.messages.replies import Reply
 from sipipe.messages.step import int32_bytes
+from sipipe.observe.phases import Phase
+from sipipe.observe.recorder import Recorder
 from sipipe.worker import main as worker_main
 from sipipe.worker.preparation import SiPipePrepares
 
@@ -150,9 +152,16 @@ def without_tokens(number):
     return output
 
 
-def test_a_planned_iteration_runs_when_its_tokens_are_there(process):
+def test_a_planned_iteration_runs_when_its_tokens_are_there(process, monkeypatch):
+    waits = []
+
+    def record(_, phase, number, *__, **___):
+        waits.append((phase, number))
+
+    monkeypatch.setattr(Recorder, "record", record)
     messages = [iteration(0), plan(1, without_tokens(1)), tokens(1, 4), iteration(2)]
     assert process([*messages, call(8, "ran")]) == [answer(8, 3)]
+    assert [number for phase, number in waits if phase is Phase.WAIT_SCHEDULING] == [0, 1, 1, 2]
 
 
 def test_tokens_of_another_iteration_end_the_worker(process):

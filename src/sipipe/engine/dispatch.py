@@ -84,19 +84,20 @@ class Dispatcher:
         """Publish iterations whose time has come. The engine thread does when it has entered one, and
         when it takes a result in. Before, who brings tokens does, without ``wait``: it has more to
         bring, and leaves to the engine thread what could wait for readers, or for ``bus.order``."""
+        follow = self._tracker.advance
         # wait: with `wait` as the bus has it; who publishes
-        if not self._bus.order.acquire(blocking=wait):
-            return
-        try:
-            follow = self._tracker.advance
-            while (iteration := self._iterations.begin(follow, short=not wait)) is not None:
-                self._send(iteration)
-            if wait and (planned := self._iterations.plan()) is not None:
+        while self._bus.order.acquire(blocking=wait):
+            try:
+                while (iteration := self._iterations.begin(follow, short=not wait)) is not None:
+                    self._send(iteration)
+                if not wait or (planned := self._iterations.plan()) is None:
+                    return
                 number, iteration = planned
                 parts = [b"", *out_of_band(iteration.output)]
                 self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot or 0)
-        finally:
-            self._bus.order.release()
+            finally:
+                self._bus.order.release()
+            # Once more: whoever brought its tokens meanwhile has found the order taken, and left.
 
     def settle(self) -> None:
         """Publish all that has been scheduled. Engine thread."""

@@ -5,8 +5,8 @@ drives is :class:`sipipe.engine.pipeline.Pipeline`. Each scheduling output is pu
 future that EngineCore holds is resolved when the tokens are in on BIC-O. Control calls
 (``collective_rpc``) travel on BIC-I too, and workers answer them through their pipes.
 
-Iteration i + m is not published before iteration i has left, m being the number of microbatches in
-flight (:meth:`sipipe.engine.iterations.Iterations.begin`). So the logits of an iteration stay readable
+Iteration i + m is published with its tokens when iteration i has left, m being the number of
+microbatches in flight (:meth:`sipipe.engine.iterations.Iterations.begin`). So the logits of an iteration stay readable
 until all of its tokens are in, also for a restarted sampler.
 """
 

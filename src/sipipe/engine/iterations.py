@@ -7,9 +7,9 @@ Who runs here
 Guarantees
     Iterations begin in the order in which they entered, each when the one of its slot's last turn,
     and all before that, have left: the tokens that it needs are known then. The first of those that
-    wait is planned, if it only decodes: workers have it already but for its tokens. The logits of those in
-    flight have rows of BIC-L of their own (:mod:`.logits_room`). A future is resolved once: with
-    the output when all is in, or with what stopped the engine. After ``fail`` none begins.
+    wait is planned, if it only decodes: workers have it already, but for its tokens. The logits of
+    those in flight have rows of BIC-L of their own (:mod:`.logits_room`). A future is resolved once:
+    with the output when all is in, or with what stopped the engine. After ``fail`` none begins.
 Relies on
     EngineCore hands one ``SchedulerOutput`` object to ``execute_model`` and ``update_from_output``;
     that object is how scheduler and executor name the same iteration.
@@ -184,13 +184,9 @@ class Iterations:
     def plan(self) -> tuple[int, Iteration] | None:
         """The first of those that wait, and its number to be: from now on it is planned."""
         with self._lock:
-            first = self._waiting[0] if self._waiting else None
-            if (
-                first is None
-                or first.planned
-                or first.slot is None
-                or not only_decodes(first.output)
-            ):
+            if not self._waiting or (first := self._waiting[0]).planned:
+                return None
+            if first.slot is None or not only_decodes(first.output):
                 return None
             first.planned = True
             return self._next, first

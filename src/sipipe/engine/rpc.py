@@ -1,8 +1,9 @@
 """Calls of the workers: published on BIC-I, in order with the iterations; answered through pipes.
 
 Who runs here
-    Any thread calls; the events thread hands replies in. The table is under ``_lock``, which is
-    never held while something is published.
+    Any thread calls, once iterations run with none planned (``Dispatcher.settle``), whose tokens
+    workers would wait for; the events thread hands replies in. The table is under ``_lock``, which
+    is never held while something is published.
 Guarantees
     A future is resolved once: with the results, with the first error of a rank, or with what
     stopped the engine. A call whose arguments or result cannot be pickled fails alone.

@@ -71,8 +71,7 @@ class GatherReceiver:
         self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
         self._last = -1  # the iteration that was declared last
         self._closed = False
-        # One for all: the engine's thread goes on computing meanwhile, and a call that let it would
-        # have the interpreter back late, once for each sampler.
+        # One for all, filled by calls that keep the interpreter.
         self._buffer = ctypes.create_string_buffer(_RECEIVE_BYTES)
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -110,10 +110,13 @@ class Poll:
             return words[role, index, rank][Word.PHASE_LAST + phase]
 
         waiting: dict[str, int] = {}
+        # Of a host without the engine nothing is in the executor's block.
+        dispatched = last(Phase.DISPATCH, "executor", 0, 0)
         if role == "stage":
             prepared, run = last(Phase.PREPARE), last(Phase.FORWARD)
-            waiting["scheduling"] = last(Phase.DISPATCH, "executor", 0, 0) - prepared
-            waiting["inputs"] = prepared - run
+            waiting["scheduling"] = dispatched - prepared
+            # What is planned waits for its tokens, and not for the device.
+            waiting["inputs"] = min(prepared, dispatched or prepared) - run
             if index:
                 waiting["hidden_states"] = last(Phase.SEND, index=index - 1) - run
         elif role == "sampler":
@@ -121,7 +124,5 @@ class Poll:
             parts = (last(Phase.LOGITS, "stage", stage, 0) for stage in stages)
             # Only the last stage computes any, or all of them their columns.
             waiting["logits"] = min(filter(None, parts), default=0) - last(Phase.WAIT_LOGITS)
-        # Of a host without the engine nothing is in the executor's block.
-        dispatched = last(Phase.DISPATCH, "executor", 0, 0)
         most = words["executor", 0, 0][Word.INFLIGHT] if dispatched else self.page.header.inflight
         return {name: min(max(0, depth), most) for name, depth in waiting.items()}

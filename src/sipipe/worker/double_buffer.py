@@ -15,9 +15,8 @@ Guarantees
 Relies on
     The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
     operators, blocking system calls). They run outside the lock.
-Rejected
-    One thread that alternates (the bubble that the paper removes); a process that prepares (its
-    arrays would have to be shared memory, for 0.1 ms of work).
+Rejected: one thread that alternates (the bubble that the paper removes); a process that prepares
+(its arrays would have to be shared memory, for 0.1 ms of work).
 """
 
 from __future__ import annotations
@@ -129,8 +128,9 @@ class DoubleBuffer:
         """The device thread's, which the stage may say more exactly while it runs an iteration."""
 
     def prepare(self, header: Header, output: SchedulerOutput) -> None:
-        """Prepare the iteration of a message of BIC-I; waits until a set is free. Raises StageStoppedError: after ``close``. StallError: no set was free
-        in time. BaseException: the one that ended either thread, itself."""
+        """Prepare the iteration of a message of BIC-I; waits until a set is free. Raises
+        StageStoppedError: after ``close``. StallError: no set was free in time. BaseException: the
+        one that ended either thread, itself."""
         self._preparing = f"waits for free input buffers for iteration {header.number}"
         try:
             with self._lock:

@@ -206,8 +206,10 @@ class Main:
         if header.kind is Kind.CONTROL:
             self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
+        waited = Phase.WAIT_SCHEDULING, header.number, header.slot, began
         if header.number == self._planned:
             loop.stage.tokens(header, body)
+            self._recorder.record(*waited, time.monotonic_ns())
             return
         if header.kind is Kind.PLAN:
             self._planned = header.number
@@ -218,8 +220,7 @@ class Main:
                 f"channel bic-i: the scheduling output of iteration {header.number} is damaged: "
                 f"{error!r}"
             ) from None
-        now = time.monotonic_ns()
-        self._recorder.record(Phase.WAIT_SCHEDULING, header.number, header.slot, began, now)
+        self._recorder.record(*waited, time.monotonic_ns())
         assert loop.double_buffer is not None, "an iteration before the data plane was open"
         loop.double_buffer.prepare(header, output)
 

@@ -20,8 +20,8 @@ Why no cycle of waits can form
     published. On the device the thread's stream waits for the rows' copy alone, and the stage's own
     stream for nothing of it. On a host, whose kernels two threads may not run at once, a pass and a
     product take turns: a product that has the turn waits for nothing, and a pass gives it up while it
-    waits for the stage before, or for tokens. So the smallest thing that is not done can always be done. A product calls no collective: tensor-parallel ranks need not do theirs at the
-    same time.
+    waits for the stage before, or for tokens. So the smallest thing that is not done can always be
+    done. A product calls no collective: tensor-parallel ranks need not do theirs at the same time.
 Guarantees
     The link's buffer is given back when the product that reads it is in the stream, and nothing is
     said of the logits before they have left the device.

@@ -6,8 +6,7 @@ Who runs here
     commits the entry, and reports what the engine waits for.
 Guarantees
     Nothing of an iteration is said before the device has run it. So the engine resolves no
-    iteration whose inputs the device may still read, and iteration i + m, which is written into
-    the same staging buffers, comes after that.
+    iteration whose inputs the device may still read.
 Relies on
     The device's order: a mark is reached when everything before it is done.
 Rejected

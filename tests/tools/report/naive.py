@@ -89,7 +89,11 @@ def in_flight(trace: Trace, t: int, end: int) -> int:
     else:
         leaving = drained
         began = rows(trace.of("stage")[0], Phase.PREPARE, *DEVICE_PHASES)
-        entering = {i: min(r[0] for r in began if r[2] == i) for _, _, i, *_ in began}
+        told = rows(trace.of("stage")[0], Phase.WAIT_SCHEDULING)
+        entering = {
+            i: max(min(r[0] for r in began if r[2] == i), latest(told, i, 1) or 0)
+            for _, _, i, *_ in began
+        }
     count = 0
     for i, entered in entering.items():
         left = latest(leaving, i, 1)

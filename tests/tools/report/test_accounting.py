@@ -76,6 +76,34 @@ def test_worked_example():
     assert sum(found) == 2 * 55  # from 2, when the first stage begins, to 57
 
 
+PLANNED = [
+    (P.WAIT_SCHEDULING, 0, 0, 1), (P.PREPARE, 0, 1, 2), (P.FORWARD, 0, 2, 12),
+    (P.WAIT_SCHEDULING, 1, 2, 4), (P.PREPARE, 1, 4, 5),  # its plan ...
+    (P.WAIT_SCHEDULING, 1, 5, 31),  # ... and its tokens
+    (P.FORWARD, 1, 32, 42),
+]  # fmt: skip
+
+
+def test_a_planned_iteration_waits_for_its_tokens():
+    executor = [
+        (P.DISPATCH, 0, 0, 1), (P.GATHER, 0, 1, 28), (P.DISPATCH, 1, 29, 30), (P.GATHER, 1, 30, 50),
+    ]  # fmt: skip
+    (stage,) = account(pipeline([PLANNED], executor, inflight=1), (2, 42))
+    assert spent(stage) == {
+        Cause.BUSY: 20,
+        Cause.LATER_STAGE: 16,  # 12-28: sampling
+        Cause.NOTHING: 1,
+        Cause.SCHEDULER: 1,
+        Cause.DISPATCHED: 1,  # 30-31
+        Cause.STARTING: 1,
+    }
+
+
+def test_a_planned_iteration_enters_with_its_tokens_where_the_executors_file_is_missing():
+    (stage,) = account(pipeline([PLANNED], inflight=1), (2, 42))
+    assert spent(stage) == {Cause.BUSY: 20, Cause.NOTHING: 19, Cause.STARTING: 1}
+
+
 def test_a_part_of_the_projection_waits_for_the_last_stage():
     """Two stages, each with half of the projection, one microbatch in flight after the other."""
     first = [(P.FORWARD, 0, 0, 10), (P.SEND, 0, 10, 11), (P.LOGITS, 0, 25, 32)]

@@ -110,7 +110,9 @@ class Pipeline:
             left, at_work = drained, drained[:0]
             began = stages[0].phase(Phase.PREPARE, *DEVICE_PHASES)  # sorted by start
             iterations, first = np.unique(began["iteration"].astype(np.int64), return_index=True)
-            entered = began["start_ns"][first]
+            told = ByIteration.of(stages[0].phase(Phase.WAIT_SCHEDULING), "end_ns")
+            # A planned one is prepared before it enters, with its tokens.
+            entered = np.maximum(began["start_ns"][first], told.at(iterations, missing=0))
         self.left = ByIteration.of(left, "end_ns")
         """When each iteration's tokens were there."""
         self.at_work = Intervals.of(at_work)
