@@ -97,7 +97,7 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
     from sipipe.observe.recorder import open_recorder
     from sipipe.worker.device import HostDevice
     from sipipe.worker.draws import LastRows, NothingDrawn
-    from sipipe.worker.logits import Projection
+    from sipipe.worker.logits import Projection, StageLogits
     from sipipe.worker.sampled_stage import SampledStage, Surroundings
 
     wrapper.load_model()
@@ -113,8 +113,10 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
     wrapper.initialize_from_config(kv_cache)
     empty_kernels()
     runner, device = wrapper.worker.model_runner, HostDevice()
-    draws = LastRows(runner, device, reports=True) if place.is_last else NothingDrawn()
-    draws.take_over(per_row=False)
+    draws = NothingDrawn()
+    if place.is_last:
+        draws = LastRows(runner, device, StageLogits(runner), reports=True)
+    draws = draws.take_over(per_row=False)
     runner.model = NoModel(runner)
     boot: Any = SimpleNamespace(
         place=place,
@@ -309,7 +311,7 @@ class TwoThreads:
     """A double buffer whose device thread is another one; the caller's thread prepares."""
 
     def __init__(self, stage: Any, sets: int) -> None:
-        self.buffer = DoubleBuffer(stage, sets=sets, stall_timeout=60)
+        self.buffer = DoubleBuffer(stage, sets=sets, stall_timeout=60, interrupt=lambda: None)
         self.thread = threading.Thread(target=self.buffer.run)
 
     def __enter__(self) -> DoubleBuffer:

@@ -39,7 +39,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from benchmarks.emulation.profile import Profile, read_profile
 from benchmarks.emulation.runner import EmulatedRunner
 from benchmarks.emulation.stock_costs import Costs
-from sipipe.messages.boots import ProjectionOffer
+from sipipe.messages.boots import ProjectionOffer, WorkerBoot
 from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
 from sipipe.worker.sharing import Sharing
@@ -216,7 +216,6 @@ class EmulatedWorker(WorkerBase):
     place: StagePlace
     draws = True
     reserved = 0
-    sharing = EmulatedSharing
     beside: _ProjectionBeside | None = None
     """This stage's part of the output projection, beside its forward passes."""
 
@@ -244,6 +243,9 @@ class EmulatedWorker(WorkerBase):
             dict.fromkeys(_HIDDEN, came),
             last=self.place.is_last,
         )
+
+    def parts(self, boot: WorkerBoot) -> tuple[Any, Sharing]:
+        return self.emulated, EmulatedSharing(boot, self, self.emulated)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {f"stage{self.place.stage}": self._cache()}

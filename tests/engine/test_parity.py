@@ -73,8 +73,8 @@ def test_seeded_requests_draw_the_same_with_one_stage_and_two(models):
     assert [one] == [tokens(said) for said in run_engine(path, [together], **shared(2))]
 
 
-def test_stock_runner_path_equals_stock(models):
-    """vLLM's own runner and sampler in SiPipe's stages, eager: stock crashes here. Its scheduler
+def test_vllms_sampler_equals_stock(models):
+    """vLLM's own sampler in SiPipe's stages, eager: stock crashes here. Its scheduler
     fills the microbatch with prompts, whose hidden states cross in two pieces."""
     long = {"max_num_batched_tokens": 1024}
     check(models, "llama", 2, 1, last=True, **shared(2, cpu_sampling="off"), **long)

@@ -234,6 +234,12 @@ def checkpoint(models, family):
 
 SEES = {"limit_mm_per_prompt": {"image": 1}}
 
+ways = pytest.mark.parametrize(
+    ("stages", "more"),
+    [(2, {}), (1, {}), (4, {}), (2, {"tensor_parallel_size": 2}), (2, {"enforce_eager": False})],
+    ids=["2", "1", "4", "2 of 2 ranks", "2 compiled"],
+)
+
 
 def with_images(family):
     """Some images come twice. Isaac's are of two shapes, and lie within the prompts."""
@@ -251,25 +257,26 @@ def with_images(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["blip2", "isaac"])
-@pytest.mark.parametrize("stages", [2, 1])
-def test_a_model_that_sees_equals_stock(models, stages, family):
+@ways
+def test_a_model_that_sees_equals_stock(models, stages, more, family):
     """The encoder runs on the first stage, once for an image. Isaac has M-RoPE: every stage keeps
     positions in three dimensions."""
     path = checkpoint(models, family)
     batches = with_images(family)
     settings = {"cpu_sampling": "per_row"}
-    found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **SEES)
+    found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **SEES, **more)
     stock = stock_results(path, batches, **SEES)
     same_tokens(found, stock)
     assert tokens(stock[0])[:8] != tokens(stock[1]), "an image must make a difference"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 1])
-def test_a_model_with_recurrent_layers_equals_stock(models, stages):
+@ways
+def test_a_model_with_recurrent_layers_equals_stock(models, stages, more):
     """Mamba's states lie beside attention's blocks, and end with their requests."""
     path, batches = checkpoint(models, "falcon_h1"), parity.mixed_batches()
-    found = run(path, with_both_places(batches), stages=stages, sipipe={"cpu_sampling": "per_row"})
+    settings = {"cpu_sampling": "per_row"}
+    found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **more)
     assert_stock(found, path, batches)
 
 

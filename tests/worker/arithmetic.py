@@ -18,8 +18,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from sipipe.worker.device import HostDevice
 from sipipe.worker.draws import feedback_of
 from sipipe.worker.preparation import TokenFeedback
+from sipipe.worker.sharing import Sharing
 
 VOCAB = 500
 ROWS = 499
@@ -330,3 +332,6 @@ class Worker:
 
     def sample_tokens(self, grammar_output):
         return self.model_runner.sample_tokens(grammar_output)
+
+    def parts(self, boot):
+        return HostDevice(), Sharing(boot, self, HostDevice())

@@ -134,7 +134,8 @@ class SteppedTokens:
     def put(self, item):
         self.items.append(item)
 
-    def get(self):
+    def get(self, timeout):
+        assert timeout is None
         self.rig.awaiting.add(self.stage)
         while not self.items:
             self.rig.go_on(waiting=True)
@@ -266,7 +267,7 @@ class Rig:
             loop._loaded.sharing.writer = stage
         loop.open(OpenChannels(links=links, finals=heads, logits=self.channel.endpoint))
         loop.stage._publisher._progress = SteppedCondition(self)
-        loop.stage._awaited = SteppedTokens(self, stage)
+        loop.stage._late._came = SteppedTokens(self, stage)
         if self.shared and not stage:
             loop.stage._projection._progress = SteppedCondition(self)
         self.preparing.append(Preparing(self, loop))
@@ -499,7 +500,7 @@ class Rig:
     def run(self, iterations):
         """Returns what went wrong; nothing: the schedule went well."""
         for place, loop in enumerate(self.loops[-len(self.committed) :]):
-            real = loop._loaded._logits._writer._ring
+            real = loop._loaded._logits._ring
 
             def count(header, place=place, publish=real.publish):
                 publish(header)

@@ -22,7 +22,7 @@ from sipipe.ipc.link.receiver import Receiver  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice, DeviceThread  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
-from sipipe.worker.draws import LastRows  # noqa: E402
+from sipipe.worker.draws import LastRows, SomeDrawnHere  # noqa: E402
 from sipipe.worker.inputs.buffers import InputBuffers  # noqa: E402
 from sipipe.worker.inputs.placement import Copied  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
@@ -217,7 +217,7 @@ HAZARDS = {
         Publisher, "_do", "launched.output.get_output()", "launched.output.model_runner_output",
     ),
     "tokens drawn on the device are read by who launches": (
-        LastRows, "_drawn", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
+        SomeDrawnHere, "_drawn", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
     ),
     "which rows are drawn is copied with a wait": (
         LastRows, "_logits", "torch_utils.async_tensor_h2d(rows, device=hidden.device)",

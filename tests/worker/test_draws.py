@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
-from sipipe.worker import device_sampler, draws  # noqa: E402
+from sipipe.worker import device_sampler  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
 from sipipe.worker.draws import LastRows, feedback_of  # noqa: E402
@@ -116,9 +116,9 @@ def last_runner():
 
 
 @pytest.fixture
-def last_stage(monkeypatch):
-    monkeypatch.setattr(draws, "StageLogits", Head)
-    return LastRows(last_runner(), HostDevice(), reports=True)
+def last_stage():
+    runner = last_runner()
+    return LastRows(runner, HostDevice(), Head(runner), reports=True)
 
 
 def batch(req_ids, computed, scheduled, prefill):
@@ -201,7 +201,7 @@ def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
     runner, calls = last_stage._runner, []
     runner.sample_tokens = lambda _: calls.append("output")
     runner.postprocess_sampled = lambda rows, *_: calls.append(rows.tolist())
-    last_stage.take_over(per_row=False)
+    last_stage = last_stage.take_over(per_row=False)
     last_stage._reports = False
     decoding, chunk = batch(["a", "b"], [9, 5], [1, 1], [9, 2]), batch(["a"], [0], [2], [9])
     for now in (decoding, chunk):
@@ -240,7 +240,7 @@ def drawn(monkeypatch):
 @pytest.mark.parametrize("lora", [False, True])
 def test_each_row_has_its_place(last_stage, drawn, lora):
     last_stage._runner.lora_config = object() if lora else None
-    last_stage.take_over(per_row=True)
+    last_stage = last_stage.take_over(per_row=True)
     sampler = last_stage._runner.sampler
     for row, params in enumerate([PLAIN, ASKS_MORE, PLAIN, ASKS_MORE, PLAIN]):
         sampler.add_request(row, params)
@@ -267,7 +267,7 @@ def test_each_row_has_its_place(last_stage, drawn, lora):
 
 
 def test_batches_of_one_place(last_stage, drawn):
-    last_stage.take_over(per_row=True)
+    last_stage = last_stage.take_over(per_row=True)
     sampler = last_stage._runner.sampler
     both, hidden = batch(["a", "b"], [9, 5], [1, 1], [9, 2]), torch.arange(2.0).unsqueeze(1)
     for params, here in ((PLAIN, True), (ASKS_MORE, False)):
@@ -300,7 +300,7 @@ def test_the_kernel_is_compiled_while_memory_is_profiled(drawn):
 def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
     """While it runs its prompt, whatever becomes of them in vLLM's runner."""
     plain, params = SamplingParams(), SamplingParams(prompt_logprob_token_ids=[[1]])
-    last_stage.take_over(per_row=False)
+    last_stage = last_stage.take_over(per_row=False)
 
     def reports(batch, *, new=(), finished=()):
         scheduled = output([], [], [])

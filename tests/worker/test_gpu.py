@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import CudaStageDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
@@ -51,7 +51,7 @@ def hand_over(ranks, work):
     device = CudaStageDevice(torch.device("cuda:0"))
     publishers, handovers, phases = [], [], []
     for rank in range(ranks):
-        handovers.append(handover := LogitsHandover(LogitsWriter(channel.endpoint, rank)))
+        handovers.append(handover := LogitsHandover(channel.endpoint, rank))
         device.lock_pages(handover.buffer)
         publishers.append(
             Publisher(

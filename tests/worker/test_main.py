@@ -166,7 +166,7 @@ def test_a_planned_iteration_runs_when_its_tokens_are_there(process, monkeypatch
 
 def test_tokens_of_another_iteration_end_the_worker(process):
     wrong = tokens(1, 4, 5)
-    with pytest.raises(DamagedError, match="2 tokens of iteration 1 came for 1 of iteration 1"):
+    with pytest.raises(DamagedError, match="2 tokens came for 1 of iteration 1"):
         process([iteration(0), plan(1, without_tokens(1)), wrong, call(8, "ran")])
 
 

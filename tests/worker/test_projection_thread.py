@@ -26,7 +26,7 @@ from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from sipipe.errors import StallError  # noqa: E402
 from sipipe.ipc.errors import LinkClosedError  # noqa: E402
-from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
@@ -119,9 +119,7 @@ class Two:
         shape = LogitsShape(vocab=VOCAB, bounds=bounds)
         self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
         self.phases, self.failed = [], []
-        self.ours, self.theirs = (
-            LogitsHandover(LogitsWriter(self.channel.endpoint, rank)) for rank in (0, 1)
-        )
+        self.ours, self.theirs = (LogitsHandover(self.channel.endpoint, rank) for rank in (0, 1))
         sender, receiver = link(bound)
         self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
         self.thread = ProjectionThread(

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.replies import IterationReport  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
@@ -31,7 +31,7 @@ class Rig:
             readers=["a"],
         )
         self.said, self.phases, self.failed = [], [], []
-        handover = LogitsHandover(LogitsWriter(self.channel.endpoint))
+        handover = LogitsHandover(self.channel.endpoint)
         self.ends = [handover, self.channel]
         self.publisher = Publisher(
             device,

@@ -28,7 +28,7 @@ from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.messages.header import Header, Kind
 from sipipe.worker import sampled_stage
-from sipipe.worker.double_buffer import DoubleBuffer, StageStoppedError, Turns
+from sipipe.worker.double_buffer import StageStoppedError, Turns
 from sipipe.worker.inputs.prepare import InputPreparer
 from sipipe.worker.preparation import SiPipePrepares
 
@@ -210,11 +210,6 @@ def test_the_device_never_reads_what_is_being_written(monkeypatch, beside):
         loop.call(lambda: None)
         assert len(runner.cache) == 1
     assert stages.failed == []
-
-
-def test_without_buffers_there_is_nothing_to_run():
-    with pytest.raises(ValueError, match="1 or more sets"):
-        DoubleBuffer(None, sets=0, stall_timeout=1)
 
 
 def test_a_set_that_is_written_while_it_is_read_is_found(forward, monkeypatch):

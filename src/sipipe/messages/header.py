@@ -13,7 +13,7 @@ class Kind(enum.IntEnum):
     SCHEDULE = 1
     """One iteration: samplers read a :class:`Step`, workers the scheduling output."""
     GRAMMAR = 2
-    """The structured-output bitmask of an iteration already published; workers skip it."""
+    """The structured-output bitmask of an iteration already published: for who draws it."""
     CONTROL = 3
     """A call for the stage workers, in order with the iterations; samplers skip it."""
     PLAN = 4

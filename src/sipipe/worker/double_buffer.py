@@ -103,10 +103,8 @@ class DoubleBuffer:
         *,
         sets: int,
         stall_timeout: float,
-        interrupt: Callable[[], None] = lambda: None,
+        interrupt: Callable[[], None],
     ) -> None:
-        if sets < 1:
-            raise ValueError("there must be 1 or more sets of input buffers")
         self._stage = stage
         self._stall_timeout = stall_timeout
         self._interrupt = interrupt

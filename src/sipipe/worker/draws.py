@@ -8,7 +8,6 @@ that ask for no more than a temperature. Elsewhere the last stage samples as vLL
 Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
 """
 
-import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +22,11 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from sipipe.errors import DamagedError, StallError
 from sipipe.worker.device import Device, Launched
 from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.request_state import scheduling_order
+from sipipe.worker.late import Late
 from sipipe.worker.logits import LogitsHandover, Projection, StageLogits
 from sipipe.worker.preparation import StandInSampler, TokenFeedback
 
@@ -70,9 +69,10 @@ class NothingDrawn:
     reads_states = False
     """Whether the runner's request states are looked at, which rot where SiPipe prepares."""
 
-    def take_over(self, *, per_row: bool) -> None:
+    def take_over(self, *, per_row: bool) -> "NothingDrawn":  # noqa: ARG002
         """From now on CPU samplers draw, and nothing of vLLM's sampler is kept. ``per_row``: not
-        the rows that ask for no more than a temperature, which are drawn here."""
+        the rows that ask for no more than a temperature, which what this returns draws here."""
+        return self
 
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         """Iterations can run: with this part of the output projection, and writer of BIC-L."""
@@ -102,36 +102,20 @@ class WholeBatch(NothingDrawn):
 
     def __init__(self, *, reports: bool, stall_timeout: float) -> None:
         self._reports = reports
-        self._stall_timeout = stall_timeout
-        self._grammars: queue.SimpleQueue[tuple[int, GrammarOutput | None]] = queue.SimpleQueue()
+        self._grammars = Late("grammar", stall_timeout)
 
     def begin(self, launched: Launched) -> None:
         launched.whole = launched.reports = self._reports
 
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
-        self._grammars.put((iteration, output))
+        self._grammars.put(iteration, output)
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
-        return worker.sample_tokens(self._grammar(inputs))
-
-    def _grammar(self, inputs: ModelInput) -> GrammarOutput | None:
-        if not inputs.output.has_structured_output_requests:
-            return None
-        try:
-            # wait: `stall_timeout`; the engine's message, `close`
-            iteration, output = self._grammars.get(timeout=self._stall_timeout)
-        except queue.Empty:
-            raise StallError(
-                f"waited {self._stall_timeout:g} s for the grammar of iteration {inputs.iteration}"
-            ) from None
-        if iteration != inputs.iteration:
-            raise DamagedError(
-                f"channel bic-i: the grammar of iteration {iteration} came for {inputs.iteration}"
-            )
-        return output
+        restricted = inputs.output.has_structured_output_requests
+        return worker.sample_tokens(self._grammars.take(inputs.iteration) if restricted else None)
 
     def close(self) -> None:
-        self._grammars.put((-1, None))
+        self._grammars.close()
 
 
 class Pooled(WholeBatch):
@@ -142,19 +126,20 @@ class Pooled(WholeBatch):
 
 
 class LastRows(NothingDrawn):
-    """On the last stage: logits of rows that sample. ``reports``: it says what samplers do not."""
+    """On the last stage: logits of rows that sample, all of which samplers draw. ``reports``: it says
+    what samplers do not."""
 
-    def __init__(self, runner: Any, device: Device, *, reports: bool) -> None:
+    def __init__(
+        self, runner: Any, device: Device, stage_logits: StageLogits, *, reports: bool
+    ) -> None:
         self._runner = runner
         self._device = device
         self._reports = reports
-        self.stage_logits: StageLogits = StageLogits(runner)
-        self.projection = Projection(self.stage_logits)
+        self.stage_logits: StageLogits = stage_logits
+        self.projection = Projection(stage_logits)
         requests, there = runner.max_num_reqs, runner.device
         self._no_tokens = torch.zeros(requests, 1, dtype=torch.int64, device=there)
         self._none = torch.zeros(requests, dtype=torch.int32, device=there)
-        self._device_sampler: DeviceSampler | None = None
-        """Draws the rows that ask for no more than a temperature; None: samplers draw all."""
         self._ahead: Callable[..., torch.Tensor | None] = lambda *_: None
         self._writes = False
         self._scored: set[str] = set()
@@ -162,13 +147,18 @@ class LastRows(NothingDrawn):
         self._now: Launched | None = None
         """The iteration that is being launched; None: a warm-up, or a measurement."""
 
-    def take_over(self, *, per_row: bool) -> None:
+    def take_over(self, *, per_row: bool) -> "LastRows":
+        told = self._runner, self._device, self.stage_logits
+        taking = SomeDrawnHere(*told, reports=self._reports) if per_row else self
+        taking._stand_in(StandInSampler())
+        return taking
+
+    def _stand_in(self, sampler: StandInSampler) -> None:
+        """Stand where the runner samples, with ``sampler`` in the place of its own."""
         self._sample_tokens = self._runner.sample_tokens
         self._runner.sample_tokens = self._finish
         self._runner.sample = self._sample
-        self._runner.sampler = StandInSampler()
-        if per_row:
-            self._runner.sampler = self._device_sampler = DeviceSampler(self._runner)
+        self._runner.sampler = sampler
 
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         self.projection = projection
@@ -225,12 +215,10 @@ class LastRows(NothingDrawn):
         return SamplerOutput(sampled_token_ids=drawn, num_sampled=none, **told), none, none
 
     def _rehearse(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        """All rows, drawn on all ranks: what a warm-up has to compile."""
+        """All rows: what a warm-up has to compile."""
         logits = self.stage_logits.compute(hidden[batch.logits_indices])
-        if self._device_sampler is not None and logits is not None:
-            whole = self.stage_logits.whole(logits)
-            if whole is not None:
-                self._drawn(whole, batch, slice(None))
+        if logits is not None:
+            self._drawn(logits, batch, slice(None))
         return self._no_tokens[: batch.num_reqs]
 
     def _is_awaited(self, batch: Any, launched: Launched, rows: int, sent: int) -> bool:
@@ -247,25 +235,21 @@ class LastRows(NothingDrawn):
     def _hand_over(
         self, hidden: torch.Tensor, batch: Any, launched: Launched, rows: Rows, sent: int
     ) -> torch.Tensor:
-        tokens = self._no_tokens[: batch.num_reqs]
         if len(rows):
             launched.made = self._device.mark()
             alone = sent == len(rows)
             logits, chosen = self._logits(hidden, batch, rows, launched.inputs, alone=alone)
-            if logits is not None and sent < len(rows):
-                whole = self.stage_logits.whole(logits[sent:])
-                if whole is not None and self._reports:  # one rank says the tokens
-                    here = slice(sent, None) if chosen is None else chosen[sent:]
-                    tokens = self._drawn(whole, batch, here)
             if logits is not None and sent and self._writes:
                 launched.logits = logits[:sent]
-        return tokens
+            if logits is not None and not alone:
+                here = slice(sent, None) if chosen is None else chosen[sent:]
+                return self._drawn(logits[sent:], batch, here)
+        return self._no_tokens[: batch.num_reqs]
 
-    def _drawn(self, logits: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
-        """[n, 1], tokens of the requests in ``rows`` of ``batch``, of which these are the logits."""
-        sampler, positions = self._device_sampler, batch.positions[batch.logits_indices[rows]]
-        assert sampler is not None, "samplers draw"
-        return sampler.draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
+    def _drawn(self, columns: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:  # noqa: ARG002
+        """[n, 1], tokens of the requests in ``rows`` of ``batch``, of whose logits these are this
+        rank's columns; every rank calls it."""
+        return self._no_tokens[: batch.num_reqs]
 
     def _logits(
         self, hidden: torch.Tensor, batch: Any, rows: Rows, inputs: ModelInput, *, alone: bool
@@ -294,10 +278,28 @@ class LastRows(NothingDrawn):
         first the samplers', and how many those are, then those drawn here, which have no drafts."""
         if (rows := inputs.logits_rows) is None:  # vLLM has prepared, and sorted
             rows = sampling_rows(inputs.output, batch)
-        sampler = self._device_sampler
-        if sampler is None or not (here := sampler.plain[batch.idx_mapping_np[rows]]).any():
-            return rows, len(rows)
-        return np.concatenate((rows[~here], rows[here])), len(rows) - int(here.sum())
+        return rows, len(rows)
+
+
+class SomeDrawnHere(LastRows):
+    """The rows that ask for no more than a temperature are drawn on the device."""
+
+    def _stand_in(self, sampler: StandInSampler) -> None:  # noqa: ARG002
+        self._sampler = DeviceSampler(self._runner)
+        super()._stand_in(self._sampler)
+
+    def _drawn(self, columns: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
+        logits = self.stage_logits.whole(columns)
+        if logits is None or not self._reports:  # one rank says the tokens
+            return super()._drawn(columns, batch, rows)
+        positions = batch.positions[batch.logits_indices[rows]]
+        return self._sampler.draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
+
+    def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:
+        rows, count = super()._rows(inputs, batch)
+        if not (here := self._sampler.plain[batch.idx_mapping_np[rows]]).any():
+            return rows, count
+        return np.concatenate((rows[~here], rows[here])), count - int(here.sum())
 
 
 def sampling_rows(output: SchedulerOutput, batch: Any) -> Rows:

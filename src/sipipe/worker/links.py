@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
@@ -25,6 +26,22 @@ from sipipe.messages.places import StagePlace
 Tensors = dict[str, torch.Tensor]
 
 
+class NoEnd:
+    """In the place of a link's end, before the first stage and behind the last one."""
+
+    def take(self, *_: Any, **__: Any) -> Tensors:
+        raise AssertionError("the first stage has no hidden states to wait for")
+
+    def send(self, *_: Any) -> None:
+        raise AssertionError("the last stage has nobody to send to")
+
+    def release(self, _: int) -> None: ...
+
+    def wait_sent(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Links:
     """One rank's ends of the links with the stages before and behind, as far as there are any.
     ``cuts``: it sends a part, and the next stage's ranks gather: between hosts."""
@@ -32,8 +49,8 @@ class Links:
     def __init__(
         self,
         place: StagePlace,
-        receiver: Receiver | None = None,
-        sender: Sender | None = None,
+        receiver: Receiver | NoEnd,
+        sender: Sender | NoEnd,
         *,
         cuts: bool = False,
     ) -> None:
@@ -50,7 +67,9 @@ class Links:
     ) -> Links:
         """Open them; ``sockets`` of links within this host are taken from the front. ``fail`` is
         told at once of one that is lost."""
-        receiver, sender, cuts = None, None, False
+        receiver: Receiver | NoEnd = NoEnd()
+        sender: Sender | NoEnd = NoEnd()
+        cuts = False
         if not place.is_first:
             link = links[place.rank - place.tp_size]
             receiver = open_receiver(link, None if link.port else sockets.pop(0), fail)
@@ -64,7 +83,6 @@ class Links:
         self, iteration: int, tokens: int, into: Mapping[str, torch.Tensor] | None = None
     ) -> Tensors:
         """The previous stage's tensors, whole. As :meth:`Receiver.take`."""
-        assert self._receiver is not None, "the first stage has no hidden states to wait for"
         tensors, ranks = self._receiver.take(iteration, tokens, into=into), self._place.tp_size
         if ranks == 1:
             return tensors
@@ -72,30 +90,25 @@ class Links:
 
     def release(self, iteration: int) -> None:
         """What was taken of it has been read."""
-        assert self._receiver is not None
         self._receiver.release(iteration)
 
     def send(self, iteration: int, tokens: int, tensors: Tensors) -> None:
         """This rank's part to the next stage. As :meth:`Sender.send`."""
-        assert self._sender is not None, "the last stage has nobody to send to"
         place = self._place
         part = cut(tensors, place.tp_rank, place.tp_size) if self._cuts else tensors
         self._sender.send(iteration, tokens, part)
 
     def wait_sent(self) -> None:
         """Until everything that was sent may be overwritten."""
-        if self._sender is not None:
-            self._sender.wait_sent()
+        self._sender.wait_sent()
 
     def interrupt(self) -> None:
         """End a :meth:`take` that waits."""
-        if self._receiver is not None:
-            self._receiver.close()
+        self._receiver.close()
 
     def close(self) -> None:
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                end.close()
+        self._receiver.close()
+        self._sender.close()
 
 
 Gather = Callable[[torch.Tensor], torch.Tensor]

@@ -16,16 +16,16 @@ from vllm.config import set_current_vllm_config
 
 from sipipe.ipc.link.cuda_device import reaches_others
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
-from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
+from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint, buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
-from sipipe.worker.device import HostDevice, stage_device
+from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links
-from sipipe.worker.logits import LogitsHandover
+from sipipe.worker.logits import LogitsHandover, StageLogits
 from sipipe.worker.measure import measure_stage
 from sipipe.worker.sampled_stage import SampledStage, Surroundings
 from sipipe.worker.sharing import Sharing
@@ -47,16 +47,17 @@ class LoadedStage:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         boot, worker, runner = around.boot, around.worker, around.runner
-        self._device = getattr(worker, "emulated", None) or stage_device(runner.device)
+        self._device: Device
+        self.sharing: Sharing
+        self._device, self.sharing = worker.parts(boot)
         if not isinstance(self._device, HostDevice):
             # Before graphs are captured, which know the addresses.
             sizes = runner.max_num_reqs, runner.max_num_tokens, boot.rows
             runner.input_buffers = PackedInputBuffers(*sizes, runner.device)
-        make: type[Sharing] = getattr(worker, "sharing", Sharing)
-        self.sharing = make(boot, worker, self._device)
         self._draws = NothingDrawn()
         if runner.is_last_pp_rank and not runner.is_pooling_model:
-            self._draws = LastRows(runner, self._device, reports=around.reports)
+            logits = StageLogits(runner)
+            self._draws = LastRows(runner, self._device, logits, reports=around.reports)
         self._projection = self._draws.projection
         self._logits: LogitsHandover | None = None
         """This rank's writer of BIC-L, if it is one."""
@@ -66,7 +67,7 @@ class LoadedStage:
     def take_over(self, draws: str) -> None:
         """CPU samplers draw from now on; ``draws`` is as ``cpu_sampling`` has it."""
         self._around.worker.feedback = feedback_of(self._around.runner, draws=True)
-        self._draws.take_over(per_row=draws == "per_row")
+        self._draws = self._draws.take_over(per_row=draws == "per_row")
 
     def device_bytes(self) -> int:
         """What links from other stages, and shares of the output projection, take of this GPU."""
@@ -118,7 +119,7 @@ class LoadedStage:
         around, sharing = self._around, self.sharing
         writes = self._draws.stage_logits is not None or sharing.shard is not None
         if writes and sharing.writer < logits.shape.ranks:
-            self._logits = LogitsHandover(LogitsWriter(logits, rank=sharing.writer))
+            self._logits = LogitsHandover(logits, rank=sharing.writer)
             self._device.lock_pages(self._logits.buffer)
         sharing.keep()
         if sharing.shard is not None:

@@ -144,16 +144,8 @@ class StageLogits:
         return None if rows is None else rows[:, : self.vocab_size]
 
 
-class LogitsHandover:
-    """This rank's writer of BIC-L. ``writer``: the channel's end; closed with this."""
-
-    def __init__(self, writer: LogitsWriter) -> None:
-        self._writer = writer
-
-    @property
-    def buffer(self) -> memoryview:
-        """All of the channel's memory."""
-        return self._writer.buffer
+class LogitsHandover(LogitsWriter):
+    """This rank's writer of BIC-L, by tensors."""
 
     def ahead(self, row: int, hidden: torch.Tensor) -> torch.Tensor | None:
         """Where to compute the logits [n, V of this rank] of ``hidden`` [n, H], so that there is
@@ -161,18 +153,18 @@ class LogitsHandover:
         where those columns do not lie together, or ``hidden`` is on another device."""
         if not hidden.is_cpu:
             return None
-        place = self.part(row, len(hidden))
+        place = self.rows(row, len(hidden))
         return place if place.is_contiguous() else None
 
-    def part(self, row: int, rows: int) -> torch.Tensor:
+    def rows(self, row: int, rows: int) -> torch.Tensor:
         """The channel's memory for logits [rows, V of this rank] from ``row`` on."""
-        return self._tensor(self._writer.part(row, rows))
+        return self._tensor(self.part(row, rows))
 
     @contextmanager
     def entry(self, iteration: int, row: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
         """Where logits [rows, V of this rank] of ``iteration`` go, from ``row`` on; the samplers have
         them when the block ends well. StallError: a late one still reads it after ``timeout`` s."""
-        with self._writer.acquire(iteration, rows, row, timeout) as region:
+        with self.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
 
     def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
@@ -180,10 +172,6 @@ class LogitsHandover:
         # bfloat16 has no NumPy type: its bits travel.
         bits = tensor.dtype in (torch.uint16, torch.int16)
         return tensor.view(torch.bfloat16) if bits else tensor
-
-    def close(self) -> None:
-        """Readers get what was stored, then the end of the channel."""
-        self._writer.close()
 
 
 def placed_in(into: torch.Tensor | None, hidden: torch.Tensor) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sipipe.cores import bind_threads, run_soon
 from sipipe.messages import calls
-from sipipe.worker.links import Links
+from sipipe.worker.links import Links, NoEnd
 from sipipe.worker.loaded_stage import LoadedStage
 from sipipe.worker.sampled_stage import ClosedStage, Surroundings
 
@@ -27,7 +27,7 @@ class StageLoop:
     def __init__(self, around: Surroundings, sockets: Sequence[socket.socket]) -> None:
         self._around = around
         self._sockets = list(sockets)
-        self._links = Links(around.boot.place)
+        self._links = Links(around.boot.place, NoEnd(), NoEnd())
         self._loaded = LoadedStage(around)
         self.stage = ClosedStage()
         around.worker.reserved = self._loaded.device_bytes()

@@ -63,7 +63,7 @@ def measure_stage(
         )
     if logits is None or columns is None:
         return measured
-    target = logits.part(0, sequences)
+    target = logits.rows(0, sequences)
     copy = seconds(device, lambda: device.wait(device.fetch(columns, target, device.mark())))
     return dataclasses.replace(measured, copy=copy, copied=columns.nbytes)
 

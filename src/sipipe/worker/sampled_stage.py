@@ -13,7 +13,6 @@ all else, with no iteration in the worker.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.draws import NothingDrawn
 from sipipe.worker.inputs.kernels import Int32
 from sipipe.worker.inputs.model_input import ModelInput
+from sipipe.worker.late import Late
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover, Projection
 from sipipe.worker.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
@@ -147,7 +147,7 @@ class SampledStage(ClosedStage):
         told: dict[str, Any] = {"report": around.report, "record": around.record}
         told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
         self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
-        self._awaited: queue.SimpleQueue[tuple[Header, bytes]] = queue.SimpleQueue()
+        self._late = Late("tokens", None)
         self._preparation = VllmPrepares(self._tokens)
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):
@@ -164,7 +164,7 @@ class SampledStage(ClosedStage):
         )
 
     def _interrupt(self) -> None:
-        self.tokens(Header(Kind.SCHEDULE, 0, -1), b"")
+        self._late.close()
         self._links.interrupt()
         self._draws.close()
 
@@ -204,20 +204,18 @@ class SampledStage(ClosedStage):
         self._projection.put(launched)
 
     def tokens(self, header: Header, tokens: bytes) -> None:
-        self._awaited.put((header, tokens))
+        self._late.put(header.number, (header, tokens))
 
     def _tokens(self, inputs: ModelInput) -> Int32:
         """Device thread: wait for what ``inputs`` awaits."""
         name = f"iteration {inputs.iteration}"
         self.double_buffer.running = f"waits for the tokens of {name}"
         with self._projection.waiting():
-            # wait: the engine's for the iteration that draws them; its message, `_interrupt`
-            header, tokens = self._awaited.get()
+            header, tokens = self._late.take(inputs.iteration)
         found = int32_view(tokens)
-        if (header.number, len(found)) != (inputs.iteration, inputs.num_tokens):
+        if len(found) != inputs.num_tokens:
             raise DamagedError(
-                f"channel bic-i: {len(found)} tokens of iteration {header.number} came for "
-                f"{inputs.num_tokens} of {name}"
+                f"channel bic-i: {len(found)} tokens came for {inputs.num_tokens} of {name}"
             )
         inputs.logits_row, inputs.samples = header.logits_row, header.logits_rows
         inputs.awaits = False

@@ -31,7 +31,10 @@ from sipipe.messages.places import StagePlace
 from sipipe.worker.world import stage_world
 
 if TYPE_CHECKING:
+    from sipipe.messages.boots import WorkerBoot
+    from sipipe.worker.device import Device
     from sipipe.worker.preparation import TokenFeedback
+    from sipipe.worker.sharing import Sharing
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -74,6 +77,14 @@ class _StageWorker:
         for told in getattr(scheduler_output, "earlier_aux_metadata", ()):
             self.model_runner.aux_output_connector.begin_step(told)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def parts(self, boot: WorkerBoot) -> tuple[Device, Sharing]:
+        """The loaded stage's device, and what it may take of the output projection."""
+        from sipipe.worker.device import stage_device
+        from sipipe.worker.sharing import Sharing
+
+        device = stage_device(self.model_runner.device)
+        return device, Sharing(boot, self, device)
 
     def _stand_ins(self) -> AbstractContextManager[None]:
         from sipipe.worker.draws import stand_ins
