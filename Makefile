@@ -46,7 +46,7 @@ goldens: setup ## record anew what stock vLLM gives for the tests' requests
 	@SIPIPE_RECORD_GOLDENS=1 $(BIN)/pytest -q -m engine tests/engine
 	@SIPIPE_RECORD_GOLDENS=1 $(BIN)/pytest -q -m slow tests/test_newer_vllm.py
 
-mutants: setup ## which small mistakes do the tests notice? Takes an hour
+mutants: setup ## which small mistakes do the tests notice? Takes two hours
 	@$(BIN)/python scripts/mutate.py
 
 waits: setup ## write the table of tests/waits.md anew

@@ -86,7 +86,9 @@ def read(x: np.ndarray) -> float:
     return milliseconds(lambda: x.max(axis=1), len(x))
 
 
-def stock(strategy: str, batch: int, vocab: int) -> Callable[[np.ndarray], float] | None:
+def stock(
+    strategy: str, batch: int, vocab: int, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[np.ndarray], float] | None:
     """What measures vLLM's own sampler, in milliseconds a sequence; None without vLLM."""
     try:
         import torch
@@ -133,9 +135,9 @@ def stock(strategy: str, batch: int, vocab: int) -> Callable[[np.ndarray], float
         times = []
         for _ in range(4):
             copy = tensor.clone()
-            began = time.perf_counter()
+            began = clock()
             sampler(copy, metadata)
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
         return float(np.median(times[1:])) / batch * 1e3
 
     return measure

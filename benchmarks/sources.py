@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SERVED = tuple(f"sipipe/{part}" for part in ("engine", "worker", "ipc", "messages", "sampler"))
+FOLDERS = ("src/sipipe", "benchmarks", "deploy")
+"""In which measured code is."""
+SERVED = (
+    *(f"sipipe/{part}" for part in ("engine", "worker", "ipc", "messages", "sampler")),
+    "sipipe/cores.py",
+)
 _SAMPLING = ("sipipe/sampler",)
 _SCHEDULING = ("sipipe/engine/scheduling", "benchmarks/simulator")
 _PLANNER = ("sipipe/tools/planner", "sipipe/engine/layers")
@@ -30,6 +35,8 @@ _EMULATED = (
 )
 _RECORDED = ("sipipe/observe", "sipipe/tools/report")
 MEASURED = {
+    "ablation": (*SERVED, "benchmarks/ablation.py"),
+    "advice": ("sipipe/cli/advice.py", *_PLANNER, "sipipe/cores.py"),
     "balance": ("sipipe/engine/balance.py",),
     "channels": ("sipipe/ipc/ring", "sipipe/ipc/gather.py", "sipipe/messages"),
     "drafting": (
@@ -40,12 +47,20 @@ MEASURED = {
     "emulation": _EMULATED,
     "planner": _PLANNER,
     "planner-cpu": (*_PLANNER, *SERVED),
+    "prefill-apart": (*SERVED, "deploy/prefill_router.py"),
     "prefill-emulated": _EMULATED,
     "sampling": _SAMPLING,
+    "sampling-columns": (
+        *_SAMPLING,
+        "benchmarks/paper_columns.py",
+        "benchmarks/sampling_columns.py",
+    ),
     "scheduling": _SCHEDULING,
     "serving-product": ("sipipe/worker",),
     "speculation-emulated": _EMULATED,
+    "split": (*SERVED, "benchmarks/asleep.py"),
     "stage": ("sipipe/worker",),
+    "start": (*SERVED, "sipipe/cli"),
     "trace": _RECORDED,
     "trace-served": (*SERVED, *_RECORDED),
     "transfer": ("sipipe/ipc/link",),
@@ -81,13 +96,12 @@ def _digest(part: str, commit: str) -> str:
 def _files(commit: str) -> dict[str, str]:
     """Texts by path, as in ``sipipe/cores.py`` and ``benchmarks/busy.py``."""
     if not commit:
-        folders = (ROOT / "src", ROOT)
         return {
-            str(path.relative_to(folder)): path.read_text()
-            for folder, inner in zip(folders, ("sipipe", "benchmarks"), strict=True)
-            for path in (folder / inner).rglob("*.py")
+            str(path.relative_to(ROOT)).removeprefix("src/"): path.read_text()
+            for folder in FOLDERS
+            for path in (ROOT / folder).rglob("*.py")
         }
-    command = ["git", "archive", commit, "src/sipipe", "benchmarks"]
+    command = ["git", "archive", commit, *FOLDERS]
     packed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         files = ((each.name, archive.extractfile(each)) for each in archive.getmembers())

@@ -2,11 +2,16 @@
 
     python -m benchmarks.split [MODEL] [--quick] [--sampling greedy] [--requests 64] [--tokens 32]
 
-A row differs from the one above by one thing. First stock vLLM, then with readers of messages that
-sleep, then with hidden states through gloo, so that nothing spins (:mod:`benchmarks.asleep`); then
-SiPipe with vLLM's sampler on the last stage, with its own beside it, and with the output projection
-shared out, as it is served. Each row is an engine in a process of its own, all requests sent at once;
-engines start forwards, then backwards. 40 seconds an engine.
+A row differs from the one above by what its name says. First stock vLLM; then readers of messages
+sleep; then hidden states go through gloo, so that nothing spins (:mod:`benchmarks.asleep`). Then all
+of SiPipe that has no setting here stands in their place: executor, channels, links, its preparation
+of inputs, slots, p + 1 in flight, scheduling ahead, its core plan; vLLM's sampler draws on the last
+stage. Then SiPipe's samplers draw, on cores that the stages leave them. Then the output projection is
+shared out, as SiPipe is served. Layers are even in all rows: SiPipe cuts them by cost where samplers
+draw and the last stage has the projection, and evenly where it is shared out.
+
+Each row is an engine in a process of its own, all requests sent at once; engines start forwards, then
+backwards. 40 seconds an engine.
 
 There is no row of vLLM's second runner with asynchronous scheduling, which is stock on GPUs: its
 platform for CPUs turns the latter off, and its stages pass tokens in a broadcast on a stream of
@@ -29,9 +34,9 @@ ROWS: dict[str, tuple[dict[str, Any] | None, list[str]]] = {
     "stock": (None, []),
     "+ readers sleep": (None, [*ASLEEP, "benchmarks.asleep.Readers"]),
     "+ links sleep": (None, [*ASLEEP, "benchmarks.asleep.ReadersAndLinks"]),
-    "+ SiPipe's pipeline": ({"cpu_sampling": "off"}, []),
-    "+ CPU sampling": ({"cpu_sampling": "on", "vocabulary": "last"}, []),
-    "+ shared projection": ({"cpu_sampling": "on", "vocabulary": "shared"}, []),
+    "+ SiPipe's pipeline": ({"cpu_sampling": "off", "vocabulary": "last", "layers": "even"}, []),
+    "+ CPU sampling": ({"cpu_sampling": "on", "vocabulary": "last", "layers": "even"}, []),
+    "+ shared projection": ({"cpu_sampling": "on", "vocabulary": "shared", "layers": "even"}, []),
 }
 """SiPipe's settings, None for stock, and options."""
 
@@ -69,7 +74,8 @@ def main() -> None:
         rows,
         note=f"{args.requests} requests at once, prompts of 16 tokens, {args.tokens} new ones; "
         f"medians and ranges of {engines} engine(s) a row, {args.repeat} answers each; a row has what "
-        "the one above has, and one thing more; busy: of the machine's CPU time, by anybody",
+        "the one above has, and what its name says; SiPipe's pipeline: all of SiPipe but the two "
+        "below; layers even in all; busy: of the machine's CPU time, by anybody",
     )
 
 

@@ -40,6 +40,21 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
         ["src/sipipe/engine/requests.py", "src/sipipe/engine/iterations.py"],
         ["tests/engine/test_requests.py", "tests/engine/test_iterations.py"],
     ),
+    "results": (
+        ["src/sipipe/engine/resolve.py"],
+        [
+            "tests/engine/test_iterations.py",
+            # An engine each: the threads are tested nowhere else.
+            "tests/engine/test_parity.py::test_stages_equal_stock",
+            "tests/engine/test_features.py::test_logprobs_of_chosen_tokens_equal_stock",
+        ],
+    ),
+    "inputs": (["src/sipipe/worker/inputs/prepare.py"], ["tests/worker/test_prepare.py"]),
+    "costs": (["src/sipipe/tools/planner/costs.py"], ["tests/tools/planner"]),
+    "slots": (
+        ["src/sipipe/engine/scheduling/scheduler.py"],
+        ["tests/engine/scheduling/test_scheduler.py"],
+    ),
 }
 """Modules, and the tests that are to notice."""
 

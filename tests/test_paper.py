@@ -90,6 +90,15 @@ def test_a_figure_leaves_data_a_picture_and_a_table(name, scale, measured, tmp_p
     assert picture.read_bytes() == drawn
 
 
+def test_rows_less_a_part_say_who_has_the_projection():
+    """An extension, which takes the part away, keeps "auto" from sharing it out: that would be two
+    parts less. (On GPUs the panels' models have it on the last stage with "auto" too.)"""
+    rows = json.loads((paper.FIGURES / "ablation.json").read_text())["scales"]["cpu"]["rows"]
+    less = {name: row for name, row in rows.items() if "without" in row and isinstance(row, dict)}
+    assert len(less) > 8
+    assert {name for name, row in less.items() if "vocabulary" not in row} == set()
+
+
 def test_the_list_and_what_is_not_in_it(capsys):
     assert paper.main(["LIST"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == FIGURES

@@ -75,7 +75,7 @@ def test_every_kept_result_says_what_code_it_measures():
         assert "stale" not in kept, "that is computed"
     names = {path.stem for path in RESULTS.glob("*.json")}
     for name in sources.MEASURED:
-        assert any(f"{each}-".startswith(f"{name}-") for each in names | {"vocabulary-gpus"}), name
+        assert any(f"{each}-".startswith(f"{name}-") for each in names | {"split"}), name
 
 
 def test_what_is_stale_is_named_with_the_command_that_measures_it(tmp_path, monkeypatch, capsys):
@@ -104,6 +104,25 @@ def test_emulated_figures_are_also_of_what_emulates_and_ablates():
     ).keys()
     for part in {part for parts in sources.MEASURED.values() for part in parts}:
         assert (sources.ROOT / "src" / part).exists() or (sources.ROOT / part).exists(), part
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("ablation-cpu-quick", "benchmarks/ablation.py"),
+        ("advice", "sipipe/cli/advice.py"),
+        ("bench", "sipipe/cores.py"),
+        ("prefill-apart", "deploy/prefill_router.py"),
+        ("sampling-columns", "benchmarks/paper_columns.py"),
+        ("split", "benchmarks/asleep.py"),
+        ("start", "sipipe/cli"),
+    ],
+)
+def test_what_a_figure_is_also_of(name, part):
+    found = sources.sources(name)
+    assert found[part] != sources._digest("nothing", ""), "there is such code"
+    assert part == "sipipe/cores.py" or part not in sources.sources("serving-bench-pp2")
+    assert "sipipe/engine" in found or name in ("advice", "sampling-columns")
 
 
 def test_a_comment_makes_nothing_stale_and_code_does(tmp_path, monkeypatch):

@@ -9,6 +9,11 @@ Then a technique more a row, and from SiPipe each taken away. What is code is ta
 paper's ranges. So a figure says what hiding such a cost is worth in a real control plane, not how
 large the cost is today. Rows differ by nothing else: layers, scheduler and load are SiPipe's.
 
+The vLLM-like one has SiPipe's slots too, and nothing that is scheduled ahead. So "- slots" has no
+"+" beside it; its scheduler, vLLM's, is never ahead here, so beside it stands "+ p + 1", not SiPipe.
+A "- ahead" would be "+ p + 1" again: what it loses is the inverse of "+ ahead". "+ p + 1" also has as
+many open as pay, which "- p + 1" keeps: it is SiPipe with ``--inflight`` p.
+
 An engine a figure, about 30 seconds each; ``TEXT``: only those whose pipeline and name contain it.
 What was measured of the same code is not measured again, unless the machine was too busy, so that
 the same command goes on where it ended; the table has the pipelines that are complete.
@@ -46,6 +51,8 @@ WAITED = 2.0
 """Threads of the engine that wait for a core, on average, above which devices are late: what two
 cores that are 77 % busy make wait (M/M/2)."""
 DEVICE = {"cpu_sampling": "per_row"}
+FREE = {"microbatches": {"min_sequences": 0}}
+"""As many open as pay, as SiPipe is served."""
 AHEAD = "Ahead"
 """Scheduling before the tokens have come."""
 ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
@@ -58,6 +65,7 @@ ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
     "- CPU sampling": (True, DEVICE, []),
     "- TSEM": (True, {}, ["Overlap"]),
     "- SAT": (True, {}, ["Posting"]),
+    "- p + 1": (False, FREE, []),
     "- slots": (True, {"scheduler": "vllm"}, []),
 }
 """Whether p + 1 are in flight; settings; parts that are taken away."""
@@ -107,7 +115,7 @@ def ablate(argv: Sequence[str]) -> int:
         rows,
         note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass and in its way, 1.4 ms of stall a hop "
         "(the low ends of the paper's ranges), p in flight; +: of the column before; SiPipe: of vLLM-like; "
-        "-: SiPipe without it, of SiPipe; ahead: scheduled before the tokens have come; slots: vLLM's scheduler in their place; 512 requests, temperature; one engine a "
+        "-: SiPipe without it, of SiPipe; ahead: scheduled before the tokens have come, - ahead is the inverse of + ahead; slots: vLLM's scheduler in their place, which is not ahead either, and no + beside it, for vLLM-like has them; - p + 1: p in flight; 512 requests, temperature; one engine a "
         "figure; slow motion N: devices take N times as long, tokens/s are multiplied by it",
         file="emulation-ablation",
         columns=[name for name in rows[0] if name != "stages"],
@@ -115,18 +123,24 @@ def ablate(argv: Sequence[str]) -> int:
     return 0
 
 
+def of(engine: str, p: int) -> tuple[list[str], dict[str, Any]]:
+    """Options and settings of one of :data:`ENGINES` with ``p`` stages."""
+    more, settings, without = ENGINES[engine]
+    # All p are open as in vLLM, unless the engine is SiPipe's but for p.
+    opened = FREE if more else {"microbatches": {"min_sequences": 1}}
+    parts = [part for part in without if part != AHEAD]
+    words = ["--no-async-scheduling"] * (AHEAD in without) + extension(parts)
+    return words, {"inflight": p + more} | opened | settings
+
+
 def _title(profile: str, p: int, slow: int) -> str:
     return f"{profile} --pp {p}" + (f" --slow-motion {slow}" if slow > 1 else "")
 
 
 def _measured(profile: str, p: int, slow: int, engine: str) -> dict[str, Any]:
-    more, settings, without = ENGINES[engine]
-    # All p are open as in vLLM; of p + 1 as many as pay, as SiPipe is served.
-    settings = settings | {"inflight": p + more, "microbatches": {"min_sequences": 1 - more}}
     argv = f"--profile {profile} --pp {p} --slow-motion {slow} {LOAD}".split()
-    argv += ["--no-async-scheduling"] * (AHEAD in without)
-    parts = [part for part in without if part != AHEAD]
-    load = emulated([*argv, *extension(parts)], settings, STOCK)[1]["loads"][0]
+    words, settings = of(engine, p)
+    load = emulated([*argv, *words], settings, STOCK)[1]["loads"][0]
     return {
         "tokens_per_s": slow * load["tokens_per_s"],
         "waited": load["waited"],

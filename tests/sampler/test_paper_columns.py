@@ -4,27 +4,38 @@ import numpy as np
 import pytest
 from benchmarks.paper_columns import PaperColumns
 from benchmarks.sampling import STRATEGIES
+from benchmarks.sampling_columns import PaperShards
 from scipy.stats import chisquare
 from tests.sampler.naive import processed_logits, softmax
 
 from sipipe.messages.params import SequenceParams
 
-SLOW = pytest.mark.slow  # each compiles kernels of its own; "all" has every one
+SLOW = pytest.mark.slow
+KINDS = [np.float32, pytest.param(np.int8, marks=SLOW)]
+WAYS = [
+    # Those compile for more than 3 s; "all" has the kernels of top-k.
+    pytest.param(name, marks=SLOW if name not in ("top-k", "top-p", "all") else ())
+    for name in STRATEGIES
+]
 
 
-@pytest.mark.parametrize("kind", [np.float32, pytest.param(np.int8, marks=SLOW)])
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=SLOW if name != "all" else ()) for name in STRATEGIES]
-)
-def test_draws_have_the_exact_probabilities(strategy: str, kind: type) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("t", [0, pytest.param(1, marks=SLOW), 3])
+def test_draws_have_the_exact_probabilities(strategy: str, kind: type, t: int) -> None:
+    """``t``: behind so many workers; 0: of logits that are transposed already."""
     vocab, lanes = 700, 4000
     params = SequenceParams(**STRATEGIES[strategy])
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 3, vocab).astype(np.float32)
     prompt, output = rng.integers(0, vocab, 40), rng.integers(0, vocab, 40)
-    columns = PaperColumns(params, vocab, np.tile(prompt, (lanes, 1)), np.tile(output, (lanes, 1)), kind)  # fmt: skip
-    z = np.ascontiguousarray(np.tile(logits, (lanes, 1)).T)
-    tokens = columns.sample(z, rng.random(lanes))
+    texts = np.tile(prompt, (lanes, 1)), np.tile(output, (lanes, 1))
+    x, uniform = np.tile(logits, (lanes, 1)), rng.random(lanes)
+    if t:
+        tokens = drawn_behind(PaperShards(params, vocab, *texts, kind, t=t), x, uniform)
+    else:
+        columns = PaperColumns(params, vocab, *texts, kind)
+        tokens = columns.sample(np.ascontiguousarray(x.T), uniform)
 
     found = processed_logits(logits, params, prompt.tolist(), output.tolist())
     if params.greedy:
@@ -39,3 +50,26 @@ def test_draws_have_the_exact_probabilities(strategy: str, kind: type) -> None:
     if rest[1] >= 1:
         seen, expected = np.append(seen, rest[0]), np.append(expected, rest[1])
     assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+def test_behind_workers_each_sequence_has_its_own_token(strategy: str) -> None:
+    """The same as of logits that were whole, but where sums round by a lane's place in a vector."""
+    vocab, lanes = 5000, 301
+    params = SequenceParams(**STRATEGIES[strategy])
+    rng = np.random.default_rng(6)
+    x, uniform = rng.normal(0, 3, (lanes, vocab)).astype(np.float32), rng.random(lanes)
+    texts = rng.integers(0, vocab, (2, lanes, 40))
+    whole, shards = PaperColumns(params, vocab, *texts), PaperShards(params, vocab, *texts, t=3)
+    tokens = whole.sample(np.ascontiguousarray(x.T), uniform)
+    assert (drawn_behind(shards, x, uniform) != tokens).mean() < 0.02
+    for sampler, seen in zip(shards.samplers, shards.lanes, strict=True):
+        assert (sampler.dense == whole.dense[:, :, seen]).all()
+
+
+def drawn_behind(shards: PaperShards, x: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Tokens of logits [B, V], of which each worker has its shard."""
+    for worker, tokens in enumerate(shards.tokens):
+        shards.transpose(worker, np.ascontiguousarray(x[:, tokens]))
+    samplers = range(len(shards.samplers))
+    return np.concatenate([shards.sample(sampler, uniform) for sampler in samplers])

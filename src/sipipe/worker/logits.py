@@ -164,6 +164,7 @@ class LogitsHandover(LogitsWriter):
     def entry(self, iteration: int, row: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
         """Where logits [rows, V of this rank] of ``iteration`` go, from ``row`` on; the samplers have
         them when the block ends well. StallError: a late one still reads it after ``timeout`` s."""
+        # wait: `timeout`, which is stall_timeout; a late sampler, its end
         with self.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.scheduling import SEEDS, TRACES, at_load, worst_ratio
+from benchmarks.scheduling import COUNTED, SEEDS, TRACES, at_load, worst_ratio
 from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import (
     DynamicChunksRule,
@@ -53,11 +53,12 @@ def test_one_request_takes_stages_times_cost_for_each_token():
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):
     """Whatever the arrivals. Token throttling's stages idle less in some (docs/scheduling.md)."""
     more_idle = []
-    for seed in SEEDS[:4]:
+    # The next test has all arrivals of p + 1.
+    for seed in SEEDS[: 8 if stages > 2 and not extra else 4]:
         trace = make(60, seed)
         runs = at_load(trace, trace, stages, 0.9, extra=extra)
         slots, stock, throttled = runs["slots"], runs["vLLM"], runs["token throttling"]
-        assert slots.idle_share < 0.6 * stock.idle_share, seed
+        assert slots.idle_share < 0.3 * stock.idle_share, seed
         assert slots.tokens_per_second > stock.tokens_per_second, seed
         # What p + 1 in flight hide takes no time here, and one more is one more to wait for.
         allowed = (1.15 if extra else 1.05) * np.percentile(throttled.tpot, 99)
@@ -65,8 +66,28 @@ def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra
         more_idle.append(slots.idle_share - throttled.idle_share)
         assert worst_ratio(slots, stock, "tpot") < 1.02, seed
         # With p slots, no closed one among them, evenness is paid for with first tokens.
-        assert worst_ratio(slots, stock, "ttft") < (1.3 if extra else 2.0), seed
+        late = 1.3 if extra else 1.6 if stages > 2 else 2.0
+        assert worst_ratio(slots, stock, "ttft") < late, seed
     assert np.median(more_idle) < 0.025
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "idle", "often"), [(4, 0.05, 0), (8, 0.17, 4)])
+@pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
+def test_more_slots_than_stages_over_many_arrivals(stages, idle, often, make):
+    """What docs/scheduling.md says of them, of the same arrivals: first and later tokens come no later
+    than by vLLM's rule, no run idles much, and few more than by token throttling."""
+    more = 0
+    for seed in SEEDS[:10]:  # half of the benchmark's, which take minutes
+        trace = make(150, seed)
+        runs = at_load(trace, trace, stages, 0.9, extra=1)
+        slots, stock, throttled = runs["slots"], runs["vLLM"], runs["token throttling"]
+        assert slots.idle_share < min(idle, 0.3 * stock.idle_share), seed
+        assert slots.tokens_per_second > stock.tokens_per_second, seed
+        for times in ("ttft", "tpot"):
+            assert worst_ratio(slots, stock, times) < 1, (seed, times)
+        more += 100 * (slots.idle_share - throttled.idle_share) > COUNTED
+    assert more <= often
 
 
 def test_a_prompt_whose_chunks_are_in_flight_together_has_its_token_behind_the_last():

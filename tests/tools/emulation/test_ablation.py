@@ -39,6 +39,39 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
     assert rows[-1]["SiPipe"] == 32.0
 
 
+def test_what_is_taken_away_from_sipipe_is_one_thing_each():
+    whole = ablation.of("+ ahead", 4)
+    assert whole == ([], {"inflight": 5, "microbatches": {"min_sequences": 0}})
+    away = {}
+    for engine in list(ablation.ENGINES)[len(ablation.CHAIN) :]:
+        words, settings = ablation.of(engine, 4)
+        differs = {key: value for key, value in settings.items() if whole[1].get(key) != value}
+        assert settings.keys() >= whole[1].keys()
+        away[engine] = differs | {word.rpartition("Without")[2]: True for word in words[1:]}
+    assert away == {
+        "- CPU sampling": {"cpu_sampling": "per_row"},
+        "- TSEM": {"Overlap": True},
+        "- SAT": {"Posting": True},
+        "- p + 1": {"inflight": 4},
+        "- slots": {"scheduler": "vllm"},
+    }
+
+
+def test_what_is_added_to_the_engine_like_vllms():
+    found = [ablation.of(engine, 4) for engine in ablation.CHAIN]
+    words = [[word.rpartition("Without")[2] for word in words] for words, _ in found]
+    ahead, parts = "--no-async-scheduling", "--worker-extension-cls"
+    assert words == [
+        *[[ahead, parts, "PostingOverlap"]] * 2,
+        [ahead, parts, "Posting"],
+        *[[ahead]] * 2,
+        [],
+    ]
+    assert [settings["inflight"] for _, settings in found] == [4] * 4 + [5] * 2
+    assert [settings["microbatches"]["min_sequences"] for _, settings in found] == [1] * 4 + [0] * 2
+    assert ["cpu_sampling" in settings for _, settings in found] == [True] + [False] * 5
+
+
 def test_what_a_stage_pays_without_a_technique(monkeypatch):
     now = []
     device = SimpleNamespace(launch=now.append, wait=now.append, mark=lambda: "mark")

@@ -73,3 +73,8 @@ def test_hops_cost_the_network_only_where_they_cross():
     local, crossing, _, last = (hop_seconds(cluster, stage, 8e6) for stage in stages)
     assert crossing > 5 * local
     assert last == 0.0
+    # Four ranks send 2 MB each at 360 GB/s, or together 8 MB at 44.3 GB/s of their host's adapter.
+    assert local == pytest.approx(10e-6 + 2e6 / 360e9, rel=1e-12)
+    assert crossing == pytest.approx(20e-6 + 8e6 / 44.3e9, rel=1e-12)
+    alone = place(64, 16, 1, 8).stages[0]
+    assert hop_seconds(cluster, alone, 8e6) == pytest.approx(10e-6 + 8e6 / 360e9, rel=1e-12)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.costs import datasheet_costs, roofline
+from sipipe.tools.planner.costs import _flops_per_context, datasheet_costs, roofline
 from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.pipeline import iterate
@@ -115,3 +115,14 @@ def test_soft_roofline_lies_between_the_larger_and_the_sum(a, b):
     found = roofline(a, b, 3.0)
     assert max(a, b) <= found <= min(a + b, max(a, b) * 2 ** (1 / 3) + 1e-12)
     assert roofline(a, 0.0, 3.0) == a
+
+
+def test_flops_of_attention_counted_from_its_products():
+    """Two for each element of a query, and of a value, and each token that is attended to."""
+    heads, latent, turned, plain, value = 128, 512, 64, 128, 128  # DeepSeek-V3's
+    mla = load_model("deepseek-v3").attention
+    assert _flops_per_context(mla, decode=True) == 2 * heads * ((latent + turned) + latent)
+    assert _flops_per_context(mla, decode=False) == 2 * heads * ((plain + turned) + value)
+    for decode in (True, False):
+        found = _flops_per_context(load_model("llama-3.1-70b").attention, decode=decode)
+        assert found == 2 * 64 * (128 + 128)
