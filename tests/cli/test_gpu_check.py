@@ -35,7 +35,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
 
 def test_a_step_that_is_not_there_is_named(capsys):
     assert cli.main(["gpu-check", "--steps", "versions,three"]) == 2
-    assert '--steps "three" is none of versions, links' in capsys.readouterr().err
+    assert '--steps "three" is none of versions, stock' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "."])
@@ -48,14 +48,12 @@ def test_a_file_that_cannot_be_appended_to_is_said_before_any_step(tmp_path, cap
     assert (said.err.count("\n"), said.out) == (1, "")
 
 
-@pytest.mark.timeout(300)
-def test_parts_run_on_a_host_alone(tmp_path):
-    versions, links = lines = check(tmp_path, "versions,links", "--without-gpu")[1]
-    assert "failed" not in versions | links, lines
+def test_versions_are_told_without_a_gpu(tmp_path):
+    [versions] = check(tmp_path, "versions", "--without-gpu")[1]
+    assert "failed" not in versions, versions
     assert versions["found"]["numba"]
     assert versions["found"]["torch"]
     assert {finding["what"] for finding in versions["doctor"]} > {"vLLM", "cores", "core plan"}
-    assert set(links["found"]) == {"0-0"}, "in host memory"
 
 
 def test_the_table_is_sound():
@@ -164,7 +162,7 @@ def test_it_runs_through_without_a_gpu(tmp_path, models):
     status, lines = check(tmp_path, ",".join(gpu_check.STEPS), "--without-gpu", str(path))
     assert status == 0, [line for line in lines if "failed" in line]
     ran = {line["step"]: line["found"] for line in lines if "found" in line}
-    assert set(ran) == {"versions", "draws", "links", "stock", "one", "two", "two-off"}
+    assert set(ran) == {"versions", "stock", "one", "two", "two-off"}
     skipped = {line["skipped"] for line in lines if line["step"] not in ran}
     assert skipped == {"no CUDA"}
     for name in ("stock", "one", "two", "two-off"):

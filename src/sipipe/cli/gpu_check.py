@@ -99,8 +99,6 @@ def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
 
 def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """What came of a step."""
-    if name == "links":
-        return {"found": measured(name, {}, "sipipe.tools.gpu_links", timeout=SECONDS)}
     if "load" not in step:
         doctor = output(sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
         joined = output("nvidia-smi", "topo", "-m")
@@ -142,8 +140,7 @@ def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> di
     if row[:1] != ["stock"]:
         row += ["--additional-config", json.dumps({"sipipe": settings})]
         row += ["--trace", trace] * ("trace" in step)
-    words = [own.model, "-pp", str(p), "-tp", str(t), *shlex.split(load["options"])]
-    job = server_job(words, row)
+    job = server_job([own.model, "-pp", str(p), "-tp", str(t), *shlex.split(load["options"])], row)
     job["env"] |= {"VLLM_LOGGING_LEVEL": "INFO"}
     job["env"] |= {"VLLM_GPU_SYNC_CHECK": "error"} if "like" in step else {}
     send = ["--dataset-name", "random", "--random-input-len", "16", *shlex.split(load["send"])]

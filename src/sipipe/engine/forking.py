@@ -8,9 +8,6 @@ the plan of cores that its command line gives (:func:`importing`). A worker that
 
 Who runs here: the main threads of the server and of the engine, which compute nothing before they
 fork, since OpenMP's threads do not come along.
-
-Rejected: ``VLLM_WORKER_MULTIPROC_METHOD=fork``, by which the engine would keep the server's sockets;
-a process that forks all others, whose children would not be the server's, as vLLM wants them.
 """
 
 import os

@@ -8,9 +8,6 @@ Guarantees
     channels. A spare that ends by itself is replaced, and nothing else comes of it.
 Relies on
     A spare knows nothing of the engine but its control pipe, with which it ends.
-
-Rejected: a process that forks samplers. They would be children of another than the engine, which
-sees its children's ends and exit codes.
 """
 
 import logging

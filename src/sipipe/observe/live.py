@@ -14,9 +14,6 @@ file, reached as ``/proc/PID/fd/N`` of its owner: nothing is left after any kind
 
 Relies on: one writer per word: in a process one thread per phase and one per counter. Aligned
 8-byte stores and loads are single instructions on x86-64 and AArch64.
-
-Rejected: a named file (left behind by a kill), a socket that answers (takes EngineCore's GIL),
-prometheus_client's own multi-process files (ten times the cost, and not for ``top``).
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ Guarantees
 Relies on
     The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
     operators, blocking system calls). They run outside the lock.
-Rejected: one thread that alternates (the bubble that the paper removes); a process that prepares
-(its arrays would have to be shared memory, for 0.1 ms of work).
 """
 
 from __future__ import annotations

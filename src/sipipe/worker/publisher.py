@@ -9,8 +9,6 @@ Guarantees
     iteration whose inputs the device may still read.
 Relies on
     The device's order: a mark is reached when everything before it is done.
-Rejected
-    Copying on the launching thread: it would sleep while the next iteration could be launched.
 """
 
 from collections.abc import Callable

@@ -7,9 +7,6 @@ error rather than a hung collective, and no collective ever waits for another st
 
 vLLM makes more than a dozen process groups in every worker, and torch gives each gloo group a
 device with a thread that wakes up a hundred times a second. Here they share one.
-
-Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs all stages to
-meet, and gloo or NCCL hold every stage to one life.
 """
 
 import fcntl

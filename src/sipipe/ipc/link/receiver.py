@@ -6,9 +6,6 @@ with its tokens and the announced schema, or raises; the views stay untouched un
 Relies on: the sender, which writes a buffer again only after its release. A microbatch in pieces is
 put together elsewhere, each piece's buffer given back as it is copied, the last one's by
 ``release``; nothing else may be held then, because the next piece may need its buffer.
-
-Rejected: a thread of ours between the transport and ``take``, where the data need nobody to move
-them: it doubled the wake-ups on the critical path.
 """
 
 import threading

@@ -4,9 +4,6 @@ vLLM launches a kernel as ``kernel[grid](...)``, from a name of the module that 
 name gets a :class:`Launch`, which hands the arguments on by the parameter names of vLLM's kernel. So
 vLLM may add parameters, or change their order.
 
-Rejected: vLLM's own register of substitutes (``vllm.triton_utils.dispatcher``), which hands on no
-grid, and looks through all modules in a way that Numba's do not stand.
-
 What the second runner's sampler launches is not here: on CPUs SiPipe's samplers draw, or vLLM's
 PyTorch sampler (:mod:`sipipe.worker.torch_rows`).
 """

@@ -1,4 +1,4 @@
-"""Links, which ``sipipe gpu-check`` tries before any engine: ``python -m sipipe.tools.gpu_links FD``."""
+"""Links between each two GPUs: ``python -m benchmarks.gpu_links``. Without one, in host memory."""
 
 import multiprocessing
 import socket
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import report
 from sipipe.errors import SiPipeError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.messages.link import LinkEndpoint
-from sipipe.tools.child import answer
 
 TOKENS, WIDTH, TIMES = 256, 4096, 100
 
@@ -56,4 +56,5 @@ def _receive(link: LinkEndpoint, sock: socket.socket, gpu: int) -> float:
 
 
 if __name__ == "__main__":
-    answer(lambda _: links())
+    rows = [{"what": f"link {pair}, us", "found": round(us)} for pair, us in links().items()]
+    report("one-gpu-parts", f"A hand-over of {2 * TOKENS * WIDTH >> 20} MiB, check included", rows)
