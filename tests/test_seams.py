@@ -75,6 +75,7 @@ METHODS = {
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
     # What a client is told of a request that fails, and what its seed comes from.
     "vllm.v1.engine.async_llm:AsyncLLM.generate": None,
+    "vllm.v1.utils:shutdown": "procs timeout",
     "vllm.v1.engine.input_processor:InputProcessor.assign_request_id": "request",
     "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": (
         "self request num_computed_tokens num_new_tokens"
