@@ -181,6 +181,25 @@ def test_what_a_machine_lacks_without_which_nothing_runs(capsys, vllm, monkeypat
     assert "libnuma" not in report(capsys)[1]
 
 
+def test_what_vllm_would_have_preloaded_is_named(capsys, vllm, monkeypatch):
+    monkeypatch.setattr(doctor, "PRELOADS", {"libtcmalloc": "apt it", "libiomp": "pip it"})
+    for given, state, text in (
+        ("", "warning", "LD_PRELOAD has no libtcmalloc (apt it) and no libiomp (pip it)"),
+        ("/x/libiomp5.so", "warning", "LD_PRELOAD has no libtcmalloc (apt it), which vLLM advises"),
+        (
+            "/x/libiomp5.so:libtcmalloc_minimal.so.4",
+            "ok",
+            "/x/libiomp5.so:libtcmalloc_minimal.so.4",
+        ),
+    ):
+        monkeypatch.setenv("LD_PRELOAD", given)
+        found = report(capsys)[1]["preloads"]
+        assert found["state"] == state
+        assert found["text"].startswith(text)
+    vllm(InstalledVllm("vllm", "0.32.0"))
+    assert "preloads" not in report(capsys)[1]
+
+
 def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
     monkeypatch.setattr(doctor, "gpus_here", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])

@@ -269,7 +269,8 @@ def test_answers_may_end_where_the_model_ends_them(started):
     assert not any("--ignore-eos" in job["load"] for _, job in started)
 
 
-def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
+def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "libtcmalloc.so")
     assert bench.main(["m", "--pp", "2", "--rows", "sipipe,stock", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [name for name, _ in started] == ["sipipe", "stock", "stock", "sipipe"]
@@ -281,6 +282,9 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
     assert found["machine"]["cores"] >= 1
     assert found["command"] == "sipipe bench m --pp 2 --rows sipipe,stock --json"
     assert "medians and ranges" in found["note"]
+    # Both sides inherit it, and no row says otherwise.
+    assert "LD_PRELOAD: libtcmalloc.so" in found["note"]
+    assert not any("LD_PRELOAD" in job["env"] for _, job in started)
     assert not any("answers" in s for each in found["engines"].values() for s in each["starts"])
 
 

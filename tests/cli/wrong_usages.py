@@ -70,6 +70,7 @@ SETTINGS = r"""
 "samplers": 3, "cores": {"samplers": [[0]]} => "samplers" is 3, but "cores.samplers" places 1
 "trace": 1 => "trace" must be
 "trace": "" => "trace" must be
+"trace": "/dev/null/x" => trace: cannot write to '/dev/null/x' \(Not a directory\)
 "trace_limit": 0 => "trace_limit" must be
 "trace_limit": "1G" => "trace_limit" must be
 "stall_timeout": 0 => "stall_timeout" must be a finite number of seconds above 0
@@ -87,8 +88,10 @@ ENGINE = r"""
 --additional-config '{"sipipe": [1]}' => must be an object
 --additional-config '[1]' => must be (a JSON|an) object|additional.config
 --additional-config '{bad' => additional.config
--pp 9 => --pp 9: the model has 4 layers
--pp 5 => --pp 5: the model has 4 layers
+[s] -pp 9 => ^sipipe: --pp 9: the model has 4 layers
+[v] -pp 9 => ^sipipe: -pp 9: the model has 4 layers
+[l] -pp 9 => ^pipeline_parallel_size 9: the model has 4 layers
+-pp 5 => (-pp|pipeline_parallel_size) 5: the model has 4 layers
 -pp 0 => pp|pipeline.parallel.size
 -pp -1 => pp|pipeline.parallel.size
 -pp two => pp|pipeline.parallel.size
@@ -153,7 +156,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 [sv] --structured-outputs-config '{"backend": "no-such"}' => backend
 --enable-lora --max-lora-rank 3 => max.lora.rank
 --enable-lora --max-loras 0 => max.loras
---hf-overrides '{"num_hidden_layers": 1}' => --pp 2: the model has 1 layers
+--hf-overrides '{"num_hidden_layers": 1}' => (-pp|pipeline_parallel_size) 2: the model has 1 layers
 --hf-overrides nonsense => hf.overrides
 --load-format no-such => --load-format "no-such"
 --tokenizer-mode no-such => --tokenizer-mode "no-such"
@@ -176,7 +179,8 @@ VLLM_PP_LAYER_PARTITION=2,2 --additional-config '{"sipipe": {"layers": "even"}}'
 VLLM_USE_V2_MODEL_RUNNER=0 => VLLM_USE_V2_MODEL_RUNNER=0
 VLLM_CPU_OMP_THREADS_BIND=0-x|1 => VLLM_CPU_OMP_THREADS_BIND
 VLLM_CPU_OMP_THREADS_BIND=0 => VLLM_CPU_OMP_THREADS_BIND
-SIPIPE_IGNORE_VLLM_VERSION=0 -pp 7 => --pp 7
+SIPIPE_IGNORE_VLLM_VERSION=0 -pp 7 => (-pp|pipeline_parallel_size) 7
+SIPIPE_SECRET=0123456789abcdef0123456789abcdef --additional-config '{"sipipe": {"hosts": {"count": 2, "address": "203.0.113.7"}}}' => port 29501 of 203.0.113.7 cannot be listened on
 """
 
 EXECUTORS = r"""
@@ -240,6 +244,8 @@ MODELS = r"""
 {half_weights} => model.safetensors" is not there or not whole
 {no_tokenizer} => --tokenizer .* no tokenizer
 models/none/at/all => "models/none/at/all": there is no such directory
+tests/none => MODEL "tests/none" cannot be read: there is no such directory, nor was it found on the hub
+tests/wrker => nor was it found on the hub; did you mean "tests/worker"
 ./no-such => "./no-such": there is no such directory
 /no/such => "/no/such": there is no such directory
 no-such-org/no-such-model => MODEL|no-such-org/no-such-model

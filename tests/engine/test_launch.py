@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from socket import gaierror
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from benchmarks.make_model.checkpoint import make_model
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from tests.cli import wrong_usages
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -25,7 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from sipipe import halves
 from sipipe.cli import main
 from sipipe.cores import Core, CorePlan, cpus_of, this_machine
-from sipipe.engine import arguments, kv_memory, launch, plugin, setup
+from sipipe.engine import arguments, checkpoint, kv_memory, launch, plugin, setup
 from sipipe.engine.executor import Executor
 from sipipe.engine.memory_budget import memory_budget
 from sipipe.engine.setup import PipelineVllmConfig, decide
@@ -36,6 +38,11 @@ from sipipe.ipc import memory
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(make_model("llama", tmp_path_factory.mktemp("models") / "llama"))
+
+
+@pytest.fixture(autouse=True)
+def unannounced(monkeypatch):
+    monkeypatch.setattr(plugin, "announced", False)
 
 
 def config_of(model, *argv, **settings):
@@ -406,6 +413,14 @@ def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys, monkeypa
     assert len(lines) == 4
 
 
+def test_the_engine_knows_what_a_command_of_ours_has_said(model, capsys):
+    plugin.register()
+    assert not by_vllm(model, "-pp", "2", "--max-model-len", "256").announced
+    launch.announce(decide(by_sipipe(model, "-pp", "2", "--max-model-len", "256")))
+    announced = by_vllm(model, "-pp", "2", "--max-model-len", "256")
+    assert pickle.loads(pickle.dumps(announced)).announced
+
+
 def test_a_server_that_is_started_again_does_not_need_who_read_its_log(model, monkeypatch):
     class Unread(io.StringIO):
         def flush(self):
@@ -424,6 +439,76 @@ def test_too_little_memory_is_said_before_the_start(model, monkeypatch):
         launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
     assert "--max-num-seqs" in str(it.value)
     assert "\n" not in str(it.value)
+
+
+def answered(status):
+    return SimpleNamespace(status_code=status, headers={}, request=None)
+
+
+class ReadsIt(BaseException):
+    """Which nobody takes for a refusal."""
+
+
+def read(*_, **__):
+    raise ReadsIt
+
+
+NOT_FOUND = RepositoryNotFoundError("404", response=answered(404))
+BUSY = HfHubHTTPError("503", response=answered(503))
+
+
+@pytest.mark.parametrize("door", [by_sipipe, by_vllm, by_python])
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        (NOT_FOUND, ConfigError),
+        (gaierror("Name or service not known"), ResourceError),
+        (BUSY, None),
+        ("it is there", None),
+    ],
+)
+def test_a_directory_that_is_not_there_is_looked_for_on_the_hub_once(
+    tmp_path, monkeypatch, door, answer, refused
+):
+    """Not six times, for half a minute, as vLLM does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    asked = []
+
+    def ask(name, timeout):
+        asked.append(name)
+        if isinstance(answer, Exception):
+            raise answer
+
+    monkeypatch.setattr(checkpoint, "model_info", ask)
+    monkeypatch.setattr(plugin, "_is_vllms_command", lambda: False)
+    plugin.register()
+    monkeypatch.setattr(EngineArgs.create_engine_config, "__wrapped__", read)
+    with pytest.raises(refused or ReadsIt) as caught:
+        door("models/tinny")
+    assert set(asked) == {"models/tinny"}
+    if refused:
+        assert len(asked) == 1
+        assert str(caught.value) == (
+            'MODEL "models/tinny" cannot be read: there is no such directory, nor was it found on '
+            'the hub; did you mean "models/tiny"?'
+        )
+
+
+def test_a_name_that_can_only_be_the_hubs_is_not_asked_for(tmp_path, monkeypatch):
+    """Nor one that was loaded before, or that another hub has."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    monkeypatch.setattr(checkpoint, "model_info", lambda *_, **__: 1 / 0)
+    for name in ("", "gpt2", "other/model", "s3://bucket/org"):
+        checkpoint.ask_hub(name)
+    with pytest.raises(OSError, match="nor was it found"):
+        checkpoint.ask_hub("org/model:Q4_K_M")
+    (tmp_path / "hub" / "models--org--model").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    checkpoint.ask_hub("org/model:Q4_K_M")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    checkpoint.ask_hub("org/another")
 
 
 @pytest.fixture

@@ -142,7 +142,8 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", Pipeline)
     monkeypatch.setattr("sipipe.engine.remote.meet", lambda _: [])
     bound = SimpleNamespace(cpus=set())
-    decided = SimpleNamespace(apply=lambda: None, describe=list, cores=bound)
+    told = SimpleNamespace(announced=True)
+    decided = SimpleNamespace(apply=lambda: None, describe=list, cores=bound, vllm_config=told)
     monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
 
@@ -161,6 +162,31 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     os.close(writing)
     assert os.read(reading, 100) == b"closed"
     os.close(reading)
+
+
+@pytest.mark.parametrize(
+    ("announced", "replica", "said"), [(False, 0, 2), (False, 1, 2), (True, 0, 0), (True, 1, 2)]
+)
+def test_what_the_user_has_read_in_the_foreground_is_not_said_again(
+    monkeypatch, announced, replica, said
+):
+    """There it is what the first replica does."""
+    logged = []
+    decided = SimpleNamespace(
+        apply=lambda: None,
+        describe=lambda: ["a", "b"],
+        cores=None,
+        vllm_config=SimpleNamespace(announced=announced),
+    )
+    monkeypatch.setattr(executor, "decide", lambda _: decided)
+    monkeypatch.setattr(executor.logger, "info", lambda _, line: logged.append(line))
+    monkeypatch.setattr(executor, "claim", lambda _: 1 / 0)  # what follows
+    made = executor.Executor.__new__(executor.Executor)
+    made.vllm_config = None
+    made.parallel_config = SimpleNamespace(placement_group=None, data_parallel_index=replica)
+    with pytest.raises(ZeroDivisionError):
+        made._init_executor()
+    assert len(logged) == said
 
 
 def test_weights_do_not_change_beside_a_shared_output_projection():

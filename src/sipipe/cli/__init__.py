@@ -71,9 +71,7 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f'; did you mean "{near[0]}"?' if near else "; see sipipe --help"
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f'unknown {kind} "{name}"{hint}')
-    module = importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}")
-    status: int = module.main(rest)
-    return status
+    return int(importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}").main(rest))
 
 
 def _print_usage() -> None:

@@ -61,12 +61,13 @@ def main(argv: Sequence[str]) -> int:
     for start in (start for starts in found.values() for start in starts):
         start.pop("answers", None)  # the rows say whether they are the same
     spread = "medians and ranges" if own.engines * own.repeat > 1 else "one run a row"
+    preloads = os.environ.get("LD_PRELOAD") or "none"  # which every server inherits
     result = {
         "benchmark": "bench",
         "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",
         "command": shlex.join(["sipipe", "bench", *argv]),
         "machine": machine(),
-        "note": f"{spread}; ms{CHECKED * bool(own.draws)}",
+        "note": f"{spread}; ms; LD_PRELOAD: {preloads}{CHECKED * bool(own.draws)}",
         "rows": rows,
         "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
         "failed": failed,

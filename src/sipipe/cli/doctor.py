@@ -36,6 +36,9 @@ MOST_WORKERS = 8
 IMPORT_SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
+PRELOADS = {"libtcmalloc": "apt install libtcmalloc-minimal4"}
+if platform.machine() == "x86_64":
+    PRELOADS["libiomp"] = "pip install intel-openmp"
 
 Device = Literal["cpu", "cuda"]
 
@@ -51,8 +54,7 @@ class Finding(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("doctor", "What this machine has, and what SiPipe would do on it.")
     count = at_least(1, int)
-    best = "default: what suits the machine"
-    parser.add_argument("--pp", type=count, metavar="N", help=f"stages ({best})")
+    parser.add_argument("--pp", type=count, metavar="N", help="stages (default: what suits here)")
     parser.add_argument("--tp", type=count, metavar="N", help="ranks of a stage")
     parser.add_argument("--quick", action="store_true", help="do not try to import vLLM")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
@@ -95,6 +97,10 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
             yield Finding("libnuma", "error", missing)
         if halves.slow():
             yield Finding("dtypes", "warning", halves.HINT)
+        given = os.environ.get("LD_PRELOAD", "")
+        lacks = [f"{name} ({how})" for name, how in PRELOADS.items() if name not in given]
+        text = f"LD_PRELOAD has no {' and no '.join(lacks)}, which vLLM advises" if lacks else given
+        yield Finding("preloads", "warning" if lacks else "ok", text)
     name = os.environ.get("CXX", "g++")
     if compiler := shutil.which(name):
         yield Finding("compiler", "ok", compiler)
@@ -128,9 +134,7 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
     nodes = Counter(core.node for core in cores)
     per_node = ", ".join(f"node {node}: {count} cores" for node, count in nodes.items())
     threads = f"CPUs {format_cpus(cpus)}, {len(cpus) // len(cores)} a core"
-    limit = (
-        "" if math.isinf(time := quota()) else f", as the container may take {time:g} CPUs' time"
-    )
+    limit = "" if math.isinf(time := quota()) else f", a quota of {time:g} CPUs' time"
     yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
     total, free = psutil.virtual_memory().total / 2**30, free_bytes() / 2**30
     yield Finding("memory", "ok", f"{total:,.1f} GiB, {free:,.1f} GiB may be used")
@@ -186,10 +190,9 @@ def _what_sipipe_does(
         missing = f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         yield Finding("GPUs", "warning", missing)
     config = SiPipeConfig()
-    inflight = config.resolved_inflight(stages)
+    most = config.resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested between GPUs)"
-    ahead = f"up to {inflight} microbatches in flight, transport {transport}"
-    yield Finding("pipeline", "ok", ahead)
+    yield Finding("pipeline", "ok", f"up to {most} microbatches in flight, transport {transport}")
     if stages > 1:
         shared = ", output projection shared out where quicker" if device == "cpu" else ""
         cut = f'cut by cost for at most {config.kv_loss:.0%} of the KV cache ("kv_loss")'

@@ -177,25 +177,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     count = at_least(1, int)
-    what = "built-in name, config.json, or its directory"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
-    listed = "list the built-in models and devices, and stop"
-    parser.add_argument("--list", action="store_true", help=listed)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name, config.json or directory")
+    parser.add_argument("--list", action="store_true", help="list models and devices, and stop")
     add = adder(parser.add_argument_group("cluster"))
     add("--gpu", str, None, "NAME", "device of every host, such as h100 (see --list)")
     add("--hosts", at_least(1, int, 4096), 1, "N", "hosts (default: 1)")
-    devices = "devices of a host (default: 8, of CPUs 1)"
-    add("--gpus-per-host", at_least(1, int, 1024), None, "N", devices)
-    memory = "memory of one device instead of the built-in value"
-    add("--memory", at_least(0.001, most=10**6), None, "GIB", memory)
-    rate = "one adapter between hosts, Gb/s (400G)"
-    add("--network", gigabits_per_second, "400G", "RATE", rate)
+    add("--gpus-per-host", at_least(1, int, 1024), None, "N", "devices of a host (8, of CPUs 1)")
+    add("--memory", at_least(0.001, most=10**6), None, "GIB", "of a device, not the built-in value")
+    add("--network", gigabits_per_second, "400G", "RATE", "an adapter between hosts, Gb/s (400G)")
     add("--adapters", count, 1, "N", "such adapters per host (default: 1)")
     add("--cores", count, None, "N", "CPU cores of a host (default: 96, or the sockets' own)")
     group = parser.add_argument_group("workload")
     add = adder(group)
-    budget = "budget of the mean time per output token, e.g. 50ms"
-    add("--tpot-slo", seconds, math.inf, "TIME", budget)
+    add("--tpot-slo", seconds, math.inf, "TIME", "budget of time per output token, such as 50ms")
     add("--input", at_least(0, int), 1000, "TOKENS", "prompt tokens (default: 1000)")
     add("--output", count, 300, "TOKENS", "output tokens (default: 300)")
     kinds = "of greedy, temperature, top-p, all (with top-k, min-p, penalties); default: greedy,all"
@@ -204,16 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", count, 1024, "N", "most running sequences (1024)")
     add("--max-num-batched-tokens", count, 8192, "N", "of a microbatch (8192)")
     add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "of GPUs (default: 0.9)")
-    least = "rule out what caches fewer tokens"
-    add("--min-kv-tokens", at_least(0, int), 0, "N", least)
+    add("--min-kv-tokens", at_least(0, int), 0, "N", "rule out what caches fewer tokens")
     bits = "bits per weight instead of what the config says: 8 is FP8, fewer are stored ones"
     add("--weight-bits", at_least(0.1, most=64), None, "BITS", bits)
-    widths = ("auto", "fp8")
-    group.add_argument("--kv-cache-dtype", choices=widths, default="auto", help="default: auto")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="(auto)")
     engine = parser.add_argument_group("engine")
     add = adder(engine)
-    better = "microbatches in flight (default: the better of p, p + 1)"
-    add("--inflight", count, None, "N", better)
+    add("--inflight", count, None, "N", "microbatches in flight (default: the better of p, p + 1)")
     add("--samplers", count, None, "N", "CPU samplers (default: as many as pay and are free)")
     other = "compared with: vllm-async (the default on GPUs) or vllm, without async scheduling"
     add("--baseline", str, None, "NAME", other)
@@ -302,10 +293,9 @@ def _cluster(args: argparse.Namespace, assumed: Assumed) -> Cluster:
 
 
 def _workload(args: argparse.Namespace, facts: ModelFacts, sampling: str) -> Workload:
-    same = ("input", "output", "tpot_slo", "max_num_seqs", "max_num_batched_tokens")
-    also = ("min_kv_tokens", "weight_bits")
+    same = "input output tpot_slo max_num_seqs max_num_batched_tokens min_kv_tokens weight_bits"
     workload = Workload(
-        **{name: getattr(args, name) for name in (*same, *also)},
+        **{name: getattr(args, name) for name in same.split()},
         sampling=sampling,
         memory_utilization=args.gpu_memory_utilization,
         kv_element_bytes=1.0 if args.kv_cache_dtype == "fp8" else None,

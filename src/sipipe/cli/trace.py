@@ -34,8 +34,7 @@ def main(argv: Sequence[str]) -> int:
     report.set_defaults(run=_report)
     report.add_argument("directory", metavar="DIR", help="directory of the trace")
     report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
-    page = "the page (default: DIR/report.html)"
-    report.add_argument("--output", "-o", metavar="FILE", help=page)
+    report.add_argument("--output", "-o", metavar="FILE", help="the page (DIR/report.html)")
     report.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
     most = "most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go"
     adder(report)("--detail", at_least(0, int), DETAIL, "N", most)
@@ -114,6 +113,5 @@ def bubbles(run: Run) -> Table:
 
 
 def _export(args: argparse.Namespace) -> None:
-    path = Path(args.perfetto)
-    count = write_perfetto(_load(args.directory, args), path)
-    print(f"{count:,} slices written to {path}; open it at https://ui.perfetto.dev")
+    count = write_perfetto(_load(args.directory, args), Path(args.perfetto))
+    print(f"{count:,} slices written to {args.perfetto}; open it at https://ui.perfetto.dev")

@@ -12,8 +12,7 @@ SIPIPE_CACHE_DIR says; it is executed, so only a directory that nobody else can 
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("warm", "Compile the samplers' and stages' kernels.", epilog=EPILOG)
-    parser.parse_args(argv)
+    make_parser("warm", "Compile samplers' and stages' kernels.", epilog=EPILOG).parse_args(argv)
 
     from sipipe.jit import cache_directory
     from sipipe.sampler.drafts import warm_up_ngrams

@@ -12,7 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import safetensors
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, model_info, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.tokenizers import TokenizerRegistry
 
@@ -42,14 +44,34 @@ def _check_path(model: str, option: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:  # or above it is what may not be looked into, or its name is too long
         raise ConfigError(f'{option} "{model}" cannot be read: {error.strerror}') from None
-    if "/" in model and "://" not in model and not found:
-        beside: list[str] = []
-        with suppress(OSError):  # it is not there, or may not be listed
-            beside = [entry.name for entry in path.parent.iterdir()]
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-            meant = f'; did you mean "{path.parent / near[0]}"?' if near else ""
-            raise ConfigError(f'{option} "{model}": there is no such directory{meant}')
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if is_path and "://" not in model and not found:
+        raise ConfigError(f'{option} "{model}": there is no such directory{_meant(path)}')
+
+
+def _meant(path: Path) -> str:
+    beside: list[str] = []
+    with suppress(OSError):  # it is not there, or may not be listed
+        beside = [entry.name for entry in path.parent.iterdir()]
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f'; did you mean "{path.parent / near[0]}"?' if near else ""
+
+
+def ask_hub(model: str) -> None:
+    """Ask the hub once for what may be a name there, or a path's of which only the end is wrong: to
+    read it, it would be asked for a minute. Raises OSError: it is neither."""
+    path, name = Path(model), model.partition(":")[0]
+    kept = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    elsewhere = path.exists() or kept.exists() or envs.VLLM_USE_MODELSCOPE
+    if elsewhere or model.count("/") != 1 or not path.parent.is_dir():
+        return
+    try:
+        model_info(name, timeout=10)
+    except Exception as error:
+        if isinstance(error, HfHubHTTPError) and type(error) is not RepositoryNotFoundError:
+            return  # it may be there all the same
+        missing = f"there is no such directory, nor was it found on the hub{_meant(path)}"
+        raise OSError(missing) from error
 
 
 def check_files(vllm_config: VllmConfig) -> None:

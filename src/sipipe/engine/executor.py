@@ -87,8 +87,10 @@ class Executor(VllmExecutor):
             placement.start(self.vllm_config)
         self._setup = decide(self.vllm_config)
         self._setup.apply()
+        told = self._setup.vllm_config.announced  # by a command of ours, of replica 0
         for line in self._setup.describe():
-            logger.info("%s", line)
+            if not told or self.parallel_config.data_parallel_index:
+                logger.info("%s", line)
         self._cores = claim(self._setup.cores)
         self._failing = threading.Lock()  # wait: held for moments; nobody waits under it
         self._failure: BaseException | None = None

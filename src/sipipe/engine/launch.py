@@ -15,15 +15,14 @@ from vllm import envs
 from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 
+from sipipe.engine import plugin
 from sipipe.engine.agent import run_agent
 from sipipe.engine.arguments import OneLineParser, begin, engine_args, use_sipipe
-from sipipe.engine.hosts import check_main_host
 from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.ray_placement import place
 from sipipe.engine.setup import Setup, decide
 from sipipe.errors import ConfigError
 from sipipe.ipc.tcp import check_port
-from sipipe.observe.recorder import check_directory
 
 MIDDLEWARE = "sipipe.engine.health.Health"
 
@@ -62,12 +61,11 @@ def serve(
         placement = place(vllm_config)
         args.additional_config = vllm_config.additional_config
     setup = decide(vllm_config, node)
+    if not (node or args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
+        check_port(args.host or "", args.port, "choose another --port")
     announce(setup)
     if node:
         return run_agent(setup, met=partial(started, args))
-    if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
-        check_port(args.host or "", args.port, "choose another --port")
-    check_main_host(setup.config.hosts)
     if by_ray:
         placement.start(vllm_config)
     if not envs.VLLM_USE_RUST_FRONTEND:
@@ -78,11 +76,9 @@ def serve(
 
 
 def announce(setup: Setup) -> None:
-    """Print what SiPipe will do. ConfigError: the directory of traces cannot be written.
-    ResourceError: too little shared memory."""
-    if setup.config.trace is not None:
-        check_directory(setup.config.trace)
-    lines = setup.describe()
+    """Print what SiPipe will do, which its engine does not say again. Raises what
+    :func:`~sipipe.engine.plugin.check_setup` does."""
+    lines, plugin.announced = plugin.check_setup(setup), True
     if setup.reason:
         lines.append(f"vLLM's own sampler draws: {setup.reason}")
     with suppress(OSError):  # as `tell`

@@ -2,11 +2,6 @@
 
 How many there are, and why: docs/channels.md, "Rows of BIC-L".
 
-Rejected: an entry of ``max_num_seqs`` rows for each microbatch in flight (2.5 times the memory at
-two stages, 3.5 at four), or as many more for requests that have ended and are scheduled once more
-(with answers of 2 tokens up to 45 of 1,000 microbatches wait a moment, of 20 none); a bound on a microbatch's rows (all requests in one microbatch are quicker
-where one stage is much longer than the others).
-
 Runs under the lock of :class:`sipipe.engine.iterations.Iterations`.
 """
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial, wraps
 from importlib.util import find_spec
+from logging import getLogger
 from multiprocessing import current_process
 from pathlib import Path
 from socket import gaierror
@@ -22,6 +23,9 @@ T = TypeVar("T")
 REFUSALS = OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError
 
 EXECUTOR_NAMES = frozenset({"sipipe", "sipipe.Executor", "sipipe.engine.executor.Executor"})
+
+announced = False
+"""Whether a command of ours has checked and said how the engine of this process is set up."""
 
 
 def register() -> None:
@@ -49,10 +53,12 @@ def register() -> None:
             serves = current_process().name.startswith("ApiServer")
             if made.parallel_config.placement_group is None and not serves:
                 setup = decide(made)
-                setup.describe()  # which says what has no room
+                if not announced:
+                    check_setup(setup)
                 if made.replicas > 1 and setup.kv_bytes is not None:
                     # What each one gets, while none of them has taken any memory.
                     made.cache_config.kv_cache_memory_bytes = setup.kv_bytes
+            made.announced = announced
             return made
 
     begin = arg_utils.EngineArgs.__post_init__
@@ -93,6 +99,8 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     it themselves. Raises ConfigError or UnsupportedError for what SiPipe or vLLM refuse."""
     require_vllm()  # where this is another vLLM
     from vllm.engine import arg_utils
+    from vllm.v1.engine import utils
+    from vllm.v1.utils import shutdown
 
     from sipipe.config import SiPipeConfig
     from sipipe.engine.checkpoint import check_files, check_model
@@ -110,6 +118,8 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     tell_clients_why()
     say_cause_once()
+    # Where requests get no time, vLLM's server kills all at once, with a warning for each.
+    utils.shutdown = lambda processes, timeout=None: shutdown(processes, timeout or 7)  # of 8 s
     engine_args.distributed_executor_backend = Executor
     seqs = engine_args.max_num_seqs  # vLLM would name another option, that follows from it
     if seqs is not None and not (isinstance(seqs, int) and seqs > 0):
@@ -136,12 +146,28 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
+def check_setup(setup: Any) -> list[str]:
+    """What ``setup`` says, if no process of the engine would stumble. Raises ResourceError: too little
+    shared memory; ConfigError: traces cannot be written, the main host's ports not listened on."""
+    from sipipe.engine.hosts import check_main_host
+    from sipipe.observe.recorder import check_directory
+
+    if setup.config.trace is not None:
+        check_directory(setup.config.trace)
+    if not setup.node:
+        check_main_host(setup.config.hosts)
+    return list(setup.describe())
+
+
 def checked(call: Callable[[], T], model: str = "") -> T:
     """What vLLM's ``call`` gives. Raises ConfigError: it refuses; ResourceError: no hub answers."""
     from pydantic import ValidationError
     from vllm.exceptions import VLLMError
 
+    from sipipe.engine.checkpoint import ask_hub
+
     try:
+        ask_hub(model)
         return call()
     except SiPipeError:
         raise
@@ -184,7 +210,10 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except SiPipeError as error:
-        if not _is_vllms_command():
+        # ``sipipe serve`` alone has it as --pp.
+        named = "-pp " if (vllms := _is_vllms_command()) else "pipeline_parallel_size "
+        error.args = (str(error).replace("--pp ", named),)
+        if not vllms:
             raise
         tell(error)
         sys.exit(error.status)
@@ -250,5 +279,7 @@ def tell_clients_why() -> None:
                         raise GenerationError(sequence.stop_reason)
                 yield output
 
+    # That the engine is gone has been said, or was meant, and the traceback is nobody's fault.
+    getLogger(AsyncLLM.__module__).addFilter(lambda it: "EngineDeadError" not in str(it.exc_info))
     generate_or_raise.__sipipe__ = True  # type: ignore[attr-defined]
     AsyncLLM.generate = generate_or_raise

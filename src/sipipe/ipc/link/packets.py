@@ -4,9 +4,6 @@
 first frame of a new tensor schema and has its description as body. ``RELEASE`` flows backwards
 and gives a frame's buffer back. ``HELLO`` comes first, from both sides. ``BYE`` ends the link in
 good order: an end of the connection without it is a dead peer.
-
-Rejected: a checksum (a socket of the kernel's, or an authenticated connection, damages nothing).
-That both ends mean the same iteration, tokens and schema is what :mod:`.receiver` checks.
 """
 
 import contextlib
