@@ -48,14 +48,15 @@ sys.exit(main())
 """The demo, with a server that is none."""
 
 
-def test_its_server_does_not_outlive_it(tmp_path):
+def test_what_it_starts_does_not_outlive_it(tmp_path):
     (tmp_path / "build").mkdir()
     command = [sys.executable, "-c", RUN, SCRIPT]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as demo:
         for line in demo.stdout:
             if line == "waits\n":
                 break
-        (server,) = psutil.Process(demo.pid).children()
+        started = psutil.Process(demo.pid).children()
+        assert 0 < len(started) <= 2  # what compiles the kernels may be done
         demo.terminate()
         assert demo.wait(60) == 143
-        assert not server.is_running()
+        assert not any(process.is_running() for process in started)

