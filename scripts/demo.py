@@ -40,16 +40,27 @@ what the pipeline gains. What "chat" gains beyond that is SiPipe's sampler in th
 on a CPU; a GPU does not gain it. All set-ups, one stage too: sipipe bench MODEL --pp 2"""
 
 
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """Have the sampler's kernels compiled meanwhile: to unpack the model, and the server's imports after
+    it, leave a core idle; later the stages compile on all cores."""
+    dtype = "float32" if halves.slow() else "bfloat16"
+    code = f"from sipipe.sampling import warm_up; warm_up(['{dtype}'])"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends, as at Ctrl-C
     step("the model")
-    with contextlib.ExitStack() as running:
-        running.enter_context(kernels())
-        model = checkpoint()
-        if halves.slow():
-            print(halves.HINT)
-        step(f"{model.name} in 2 stages through SiPipe, on CPU; the first start takes minutes")
-        port = running.enter_context(server(model))
+    model = checkpoint()
+    if halves.slow():
+        print(halves.HINT)
+    step(f"{model.name} in 2 stages through SiPipe, on CPU; the first start takes minutes")
+    with server(model) as port:
         for name, asked in ASKED:
             told = ", ".join(f"{key} {value}" for key, value in SAMPLING[name].items())
             print(f"\n{name} ({told})\n> {asked}", flush=True)
@@ -83,20 +94,6 @@ def checkpoint() -> Path:
         make = [sys.executable, "-m", "benchmarks.make_model", "llama", str(model)]
         subprocess.run([*make, "--size", "bench"], check=True)
     return model
-
-
-@contextlib.contextmanager
-def kernels() -> Iterator[None]:
-    """Have the sampler's kernels compiled meanwhile: unpacking a model, and the server's imports after
-    it, leave a core idle, which nothing does any more when the stages compile too."""
-    dtype = "float32" if halves.slow() else "bfloat16"
-    code = f"from sipipe.sampling import warm_up; warm_up(['{dtype}'])"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 @contextlib.contextmanager
@@ -188,7 +185,8 @@ if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent.parent)
     Path("build").mkdir(exist_ok=True)
     try:
-        raise SystemExit(main())
+        with kernels():
+            raise SystemExit(main())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except subprocess.CalledProcessError as error:

@@ -37,13 +37,14 @@ def test_without_the_trained_model_a_random_one_is_made(tmp_path, monkeypatch, c
 RUN = """
 import runpy, sys, time
 from pathlib import Path
-main = runpy.run_path(sys.argv[1])["main"]
-main.__globals__.update({
+demo = runpy.run_path(sys.argv[1])
+demo["main"].__globals__.update({
     "checkpoint": lambda: Path("none"),
     "SIPIPE": [sys.executable, "-c", "import time; time.sleep(600)"],
     "wait_until_ready": lambda *_: (print("waits", flush=True), time.sleep(600)),
 })
-sys.exit(main())
+with demo["kernels"]():
+    sys.exit(demo["main"]())
 """
 """The demo, with a server that is none."""
 
