@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     for start in (start for starts in found.values() for start in starts):
         start.pop("answers", None)  # the rows say whether they are the same
     spread = "medians and ranges" if own.engines * own.repeat > 1 else "one run a row"
-    preloads = os.environ.get("LD_PRELOAD") or "none"  # which every server inherits
+    given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()  # every server inherits it
+    preloads = ", ".join(map(os.path.basename, given)) or "none"
     result = {
         "benchmark": "bench",
         "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",

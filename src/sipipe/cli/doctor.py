@@ -39,6 +39,7 @@ IMPORT_SECONDS = 120.0
 PRELOADS = {"libtcmalloc": "apt install libtcmalloc-minimal4"}
 if platform.machine() == "x86_64":
     PRELOADS["libiomp"] = "pip install intel-openmp"
+"""What vLLM's CPU build advises to preload, and how to have it."""
 
 Device = Literal["cpu", "cuda"]
 

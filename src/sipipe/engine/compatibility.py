@@ -129,12 +129,12 @@ def _check_scheduler(named: str | type) -> None:
         )
 
 
-def check_stages(vllm_config: VllmConfig) -> None:
+def check_stages(vllm_config: VllmConfig, option: str) -> None:
     """Refuse more stages than layers (ConfigError)."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     if stages > layers:
-        raise ConfigError(f"--pp {stages}: the model has {layers} layers, a stage needs one")
+        raise ConfigError(f"{option} {stages}: the model has {layers} layers, a stage needs one")
 
 
 def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:

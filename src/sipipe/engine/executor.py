@@ -6,8 +6,8 @@ future that EngineCore holds is resolved when the tokens are in on BIC-O. Contro
 (``collective_rpc``) travel on BIC-I too, and workers answer them through their pipes.
 
 Iteration i + m is published with its tokens when iteration i has left, m being the number of
-microbatches in flight (:meth:`sipipe.engine.iterations.Iterations.begin`). So the logits of an iteration stay readable
-until all of its tokens are in, also for a restarted sampler.
+microbatches in flight (:meth:`sipipe.engine.iterations.Iterations.begin`). So the logits of an
+iteration stay readable until all of its tokens are in, also for a restarted sampler.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def register() -> None:
         with _one_line():
             if not _asks_for_us(self.distributed_executor_backend):
                 return create(self, *args, **kwargs)
-            made = engine_config(self, *args, **kwargs)
+            named = "-pp" if _is_vllms_command() else "pipeline_parallel_size"
+            made = engine_config(self, *args, stages=named, **kwargs)
             from sipipe.engine.setup import decide
 
             # Else Ray has the hosts, or the engines have been decided on, and have taken memory.
@@ -93,10 +94,11 @@ def _asks_for_us(backend: Any) -> bool:
     return False
 
 
-def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: Any) -> Any:
     """The ``VllmConfig`` of an engine with our executor, checked in the process that the user sees.
     ``create_engine_config`` then decides how the engine is set up; commands of ours know more, and do
-    it themselves. Raises ConfigError or UnsupportedError for what SiPipe or vLLM refuse."""
+    it themselves. ``stages``: the option that the user has for them. Raises ConfigError or
+    UnsupportedError for what SiPipe or vLLM refuse."""
     require_vllm()  # where this is another vLLM
     from vllm.engine import arg_utils
     from vllm.v1.engine import utils
@@ -118,8 +120,8 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     tell_clients_why()
     say_cause_once()
-    # Where requests get no time, vLLM's server kills all at once, with a warning for each.
-    utils.shutdown = lambda processes, timeout=None: shutdown(processes, timeout or 7)  # of 8 s
+    # For no seconds vLLM's server kills all, with a warning for each: one less than the supervisor.
+    utils.shutdown = lambda processes, timeout=None: shutdown(processes, timeout or 7)
     engine_args.distributed_executor_backend = Executor
     seqs = engine_args.max_num_seqs  # vLLM would name another option, that follows from it
     if seqs is not None and not (isinstance(seqs, int) and seqs > 0):
@@ -135,7 +137,7 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
         made = checked(partial(create, engine_args, *args, **kwargs), engine_args.model)
     made.replicas = made.parallel_config.data_parallel_size
     check_features(made)
-    check_stages(made)
+    check_stages(made, stages)
     check_files(made)
     made.ahead = schedules_ahead(made, ahead)
     processors = made.model_config.logits_processors or installed_processors()
@@ -210,10 +212,7 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except SiPipeError as error:
-        # ``sipipe serve`` alone has it as --pp.
-        named = "-pp " if (vllms := _is_vllms_command()) else "pipeline_parallel_size "
-        error.args = (str(error).replace("--pp ", named),)
-        if not vllms:
+        if not _is_vllms_command():
             raise
         tell(error)
         sys.exit(error.status)
