@@ -153,7 +153,7 @@ def _turnarounds(trace: Trace) -> list[Observation]:
         records = process.records
         prepared = ends(records, Phase.PREPARE)
         # sorted by start: a later phase of the same iteration replaces an earlier one
-        done = ends(records, Phase.FORWARD, Phase.LOGITS, Phase.HANDOVER, Phase.SAMPLE)
+        done = ends(records, Phase.FORWARD, Phase.LOGITS, Phase.SAMPLE)
         for row in records[records["phase"] == Phase.FORWARD]:
             iteration, start = int(row["iteration"]), int(row["start_ns"])
             free = done.get(iteration - 1)

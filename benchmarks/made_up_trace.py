@@ -139,8 +139,7 @@ def write_example(directory: str | os.PathLike[str], spec: Example) -> None:
                 stage.add(Phase.SAMPLE, i, after, free[s], b, b)
                 done.append(free[s] + draw(0.1))
                 continue
-            free[s] = after + draw(0.06)
-            stage.add(Phase.HANDOVER, i, after, free[s], b, b)
+            free[s] = after
             ends = []
             for k, sampler in enumerate(samplers):
                 begun = max(sampler_free[k], free[s])

@@ -35,7 +35,6 @@ PHASES = (
     Phase.WAIT_HIDDEN,
     Phase.FORWARD,
     Phase.LOGITS,
-    Phase.HANDOVER,
 )
 """What the last stage records for each iteration: no process records more."""
 
@@ -90,7 +89,6 @@ def loop(recorder: Recorder, matrix: np.ndarray, iterations: int) -> tuple[float
         ended = now()
         record(Phase.FORWARD, i, i % 3, begun, ended, 64, 64)
         record(Phase.LOGITS, i, i % 3, ended, now(), 64, 64)
-        record(Phase.HANDOVER, i, i % 3, ended, now(), 64, 64)
     return time.perf_counter() - wall, time.process_time() - cpu
 
 

@@ -133,8 +133,6 @@ def test_who_draws_is_measured(models, part, stages, ranks):
         found = engine.run(with_both_places(batches) if samplers else batches)
         said = engine.log.read_text()
         assert f"cpu_sampling auto: {chosen}" in said
-        vllms = "vLLM's sampler draws on the last stage: CPU samplers would not be worth it here"
-        assert (vllms in said) is (not samplers)
         # Those that are not needed were asked to end.
         wait_until(lambda: len(engine.find(r"sipipe\.sampler.* sampler\d")) == samplers)
     assert_stock(found, path, batches)

@@ -10,16 +10,16 @@ Guarantees
     reader, a scheduling output and the state change that it stands for) happens under ``order``.
 """
 
-from __future__ import annotations
-
+import socket
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
+from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind, encode_header
+from sipipe.messages.step import Snapshot
 
-if TYPE_CHECKING:
-    from sipipe.engine.remote import Host
+T = TypeVar("T")
 
 ENTRY_BYTES = 64 * 1024
 """Bytes of an entry: a decode step of some hundred sequences; a longer message is cut."""
@@ -28,6 +28,38 @@ ENTRY_BYTES = 64 * 1024
 def ring_sizes(slots: int) -> dict[str, int]:
     """Entries of a host's ring and their bytes: bitmasks and control calls travel on it too."""
     return {"entries": max(16, 4 * slots), "entry_bytes": ENTRY_BYTES}
+
+
+class Host(Protocol):
+    """One host of the engine, this one or another, as the pipeline sees it. What takes long raises
+    StallError after the start timeout, and what :meth:`fail` was called with."""
+
+    def start(self) -> list[socket.socket]:
+        """Start all processes; returns the receiving ends of BIC-O."""
+
+    def do(self, request: Request[T]) -> T:
+        """One step of the start."""
+
+    def publish(self, message: Sequence[Any]) -> None:
+        """One message of BIC-I, in its order."""
+
+    def admit(self, index: int, snapshot: Snapshot) -> None:
+        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
+
+    def ask(self) -> None:
+        """Ask the workers what they do; the answers are heard."""
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for the host gets ``error``."""
+
+    def expect_end(self) -> None:
+        """From now on no end is reported, of a child or of the host."""
+
+    def say_end(self, reason: str) -> None:
+        """Let its processes end, while other hosts' do; the first reason counts."""
+
+    def close(self) -> None:
+        """End all processes and remove every channel; also amid :meth:`start`."""
 
 
 class Bus:

@@ -150,9 +150,7 @@ class Executor(VllmExecutor):
         pipeline = self._usable()
         running = pipeline.open()
         self._shares = bool(running.vocabulary.parts)
-        if running.setup is not self._setup:
-            self._setup = running.setup
-            self._setup.apply()
+        self._setup = running.setup
         found = self.scheduler_config.get_scheduler_cls()
         self.scheduler_config.scheduler_cls = pipeline.observed(found)
         self._setup.bind_scheduler()

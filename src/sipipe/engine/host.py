@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from sipipe.cores import running_on
 from sipipe.engine.bus import ring_sizes
@@ -31,8 +31,6 @@ from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers, WaitLoa
 from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import LivePage
-
-T = TypeVar("T")
 
 
 class Events(Protocol):
@@ -53,8 +51,7 @@ class Events(Protocol):
 
 
 class LocalHost:
-    """This host, as the pipeline sees it. ``close`` undoes all, also amid :meth:`start`. What takes
-    long raises StallError after the start timeout, and what :meth:`fail` was called with."""
+    """This host: a :class:`.Host` without a way between."""
 
     def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
         self._setup = setup
@@ -67,7 +64,6 @@ class LocalHost:
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
-        """Start all processes; returns the receiving ends of BIC-O."""
         setup = self._setup
         self._closing.callback(self._children.close)
         self._workers = Workers(self._children, setup, self._watched)
@@ -95,7 +91,6 @@ class LocalHost:
         return self._samplers.sockets
 
     def do(self, request: Request[Any]) -> Any:
-        """One step of the start."""
         setup, samplers = self._setup, self._samplers
         deadline = time.monotonic() + setup.config.start_timeout
         match request:
@@ -127,32 +122,26 @@ class LocalHost:
         raise AssertionError(f"no host does {request}")
 
     def publish(self, message: Sequence[Any]) -> None:
-        """One message of BIC-I, in its order."""
         self._ring.publish(message, self._setup.config.stall_timeout)
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
-        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
         self._samplers.admit(index, snapshot)
 
     def ask(self) -> None:
-        """Ask the workers what they do; the answers are heard."""
         for worker in self._workers.all:
             worker.say(ASK_STATUS)
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for the host gets ``error``."""
         self._children.fail(error)
 
     def expect_end(self) -> None:
-        """From now on no end is reported, of a child or of the host."""
         self._children.expect_end()
 
     def say_end(self, reason: str) -> None:  # noqa: ARG002 - for hosts with a log of their own
-        """End BIC-I there: children that wait for nothing else end in good order."""
+        # Children that wait for nothing but BIC-I end in good order.
         self._speaking.close()
 
     def close(self) -> None:
-        """End all processes and remove every channel."""
         self.expect_end()
         self._closing.close()
 

@@ -79,7 +79,5 @@ def announce(setup: Setup) -> None:
     """Print what SiPipe will do, which its engine does not say again. Raises what
     :func:`~sipipe.engine.plugin.check_setup` does."""
     lines, plugin.announced = plugin.check_setup(setup), True
-    if setup.reason:
-        lines.append(f"vLLM's own sampler draws: {setup.reason}")
     with suppress(OSError):  # as `tell`
         print("\n".join(lines), file=sys.stderr, flush=True)

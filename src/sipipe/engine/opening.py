@@ -13,11 +13,11 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe._version import __version__
+from sipipe.engine.bus import Host
 from sipipe.engine.cpu_sampling import Choice, Costs
 from sipipe.engine.hosts import link_port
 from sipipe.engine.layers.cut import COST_TOKENS
 from sipipe.engine.layers.vocabulary import Vocabulary, columns, settle
-from sipipe.engine.remote import Host
 from sipipe.engine.rpc import Calls
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS

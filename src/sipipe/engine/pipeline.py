@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 from sipipe.engine.balance import Balancer
-from sipipe.engine.bus import Bus
+from sipipe.engine.bus import Bus, Host
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.host import LocalHost
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.opening import Opening, Running
-from sipipe.engine.remote import Host, RemoteHost
+from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
 from sipipe.engine.rpc import Calls

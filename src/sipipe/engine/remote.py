@@ -1,4 +1,4 @@
-"""The main host's side of the others: how they come, and each as a :data:`Host` to the pipeline.
+"""The main host's side of the others: how they come, and each as a :class:`.Host` to the pipeline.
 
 Who runs here
     The engine thread waits for the hosts and calls; whoever publishes BIC-I, admits and asks; a
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import cloudpickle
 from vllm.logger import init_logger
 
-from sipipe.engine.host import Events, LocalHost
+from sipipe.engine.host import Events
 from sipipe.engine.hosts import agreed, control_port, difference, named, stages_of_hosts
 from sipipe.engine.rpc import result_of
 from sipipe.engine.setup import Setup
@@ -70,7 +70,7 @@ def meet(setup: Setup) -> list[RemoteHost]:
 
 
 class RemoteHost:
-    """A host with an agent on it, which does there what :class:`LocalHost` does here."""
+    """A host with an agent on it, which does there what :class:`.LocalHost` does here."""
 
     def __init__(self, setup: Setup, node: int, connection: Connection) -> None:
         self.node = node
@@ -161,7 +161,6 @@ class RemoteHost:
         self._ending = True
 
     def say_end(self, reason: str) -> None:
-        """Let the agent end its processes, while others end theirs; the first reason counts."""
         said, self._ending, self._said = self._said, True, True
         if not said:
             self._send(say.End(reason))
@@ -236,6 +235,3 @@ class RemoteHost:
             case say.End(why) if not self._ending:
                 ended = f"{self} was ended{': ' + why if why else ''}"
                 self._events.failed(WorkerDiedError(f"{ended}; the engine stops"))
-
-
-Host = LocalHost | RemoteHost

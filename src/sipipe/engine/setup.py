@@ -20,7 +20,6 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.utils import config as config_class
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
@@ -48,8 +47,6 @@ from sipipe.errors import ConfigError
 from sipipe.ipc.parent import end_after_starter
 from sipipe.messages.boots import Path
 from sipipe.messages.link import buffer_tokens
-
-logger = init_logger(f"vllm.{__name__}")
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SCHEDULERS = "PipelineScheduler", "AsyncPipelineScheduler"
@@ -125,7 +122,7 @@ class Setup:
         """What this host does, for its user. Raises ResourceError: too little shared memory."""
         budget = memory_budget(self)
         check_budget(budget)
-        notes = []
+        notes = [f"vLLM's sampler draws on the last stage: {self.reason}"] if self.reason else []
         if not current_platform.is_cpu():
             slower = "SiPipe has run on one GPU only, where stock vLLM was quicker with one stage"
             notes.append(f"{slower} (docs/gpu.md)")
@@ -241,8 +238,6 @@ class Setup:
         elif self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
-        if self.reason:
-            logger.info("vLLM's sampler draws on the last stage: %s", self.reason)
         if scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
             name = SCHEDULERS[vllm_config.ahead]
             scheduler.scheduler_cls = f"sipipe.engine.scheduling.scheduler.{name}"

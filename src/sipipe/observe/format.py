@@ -21,7 +21,7 @@ from sipipe.errors import SiPipeError
 from sipipe.observe.phases import ROLES, Phase
 
 MAGIC = b"SIPTRACE"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".siptrace"
 OLDER = f".older{SUFFIX}"
 """Of the file before, where a process has begun another because of its size."""

@@ -29,19 +29,17 @@ class Phase(IntEnum):
     SEND = 6
     """Stage: the sender was occupied with handing hidden states to the next stage."""
     LOGITS = 7
-    """Last stage: the device computed the vocabulary projection; where that is shared out, every
-    stage: the device computed its part of it."""
-    HANDOVER = 8
-    """The same stages: logits were written where the samplers read them."""
-    WAIT_LOGITS = 9
+    """Last stage: the device computed the vocabulary projection, into the memory that the samplers
+    read; where that is shared out, every stage: the device computed its part of it."""
+    WAIT_LOGITS = 8
     """Sampler: waiting for the logits of the next microbatch."""
-    SAMPLE = 10
+    SAMPLE = 9
     """Sampler: tokens were drawn. On a stage: it sampled itself, as stock vLLM does."""
-    GATHER = 11
+    GATHER = 10
     """Executor: waiting for the tokens of the iteration."""
-    UPDATE = 12
+    UPDATE = 11
     """Executor: vLLM's scheduler took the tokens in."""
-    IDLE = 13
+    IDLE = 12
     """Executor: there was no request. Of no iteration."""
 
 
@@ -49,7 +47,7 @@ DEVICE_PHASES = (Phase.FORWARD, Phase.LOGITS)
 """Phases in which the stage's device does the model's work: the device is *busy*."""
 
 COUNTED_PHASES: dict[Role, tuple[Phase, ...]] = {
-    "stage": (Phase.FORWARD, Phase.LOGITS, Phase.HANDOVER, Phase.SEND),
+    "stage": (Phase.FORWARD, Phase.LOGITS, Phase.SEND),
     "sampler": (Phase.SAMPLE,),
     "executor": (Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE),
 }

@@ -30,8 +30,6 @@ def cause(trace: Trace, index: int, t: int, end: int) -> Cause:
         return Cause.BUSY
     if inside(t, rows(stage, Phase.SAMPLE)):
         return Cause.SAMPLING
-    if inside(t, rows(stage, Phase.HANDOVER)):
-        return Cause.HANDOVER
     if inside(t, rows(trace.executor, Phase.IDLE)):
         return Cause.IDLE
     following = [r for r in device if r[0] > t]
@@ -81,7 +79,7 @@ def cause(trace: Trace, index: int, t: int, end: int) -> Cause:
 
 def in_flight(trace: Trace, t: int, end: int) -> int:
     last = trace.of("stage")[-1]
-    drained = rows(last, *DEVICE_PHASES, Phase.SAMPLE, Phase.HANDOVER)
+    drained = rows(last, *DEVICE_PHASES, Phase.SAMPLE)
     dispatches = rows(trace.executor, Phase.DISPATCH)
     if dispatches:
         leaving = rows(trace.executor, Phase.GATHER) or drained

@@ -127,14 +127,14 @@ def test_a_part_of_the_projection_waits_for_the_last_stage():
 def test_a_pass_amid_a_product_and_a_product_of_two():
     """Stage 0 multiplies for 0, runs 2 in between, then multiplies for 1 and 2 at once."""
     first = [
-        (P.LOGITS, 0, 10, 14), (P.HANDOVER, 0, 14, 15), (P.FORWARD, 2, 15, 20),
-        (P.LOGITS, 0, 20, 23), (P.HANDOVER, 0, 23, 24),
-        (P.LOGITS, 1, 24, 28), (P.LOGITS, 2, 28, 32), (P.HANDOVER, 1, 32, 33),
-        (P.HANDOVER, 2, 33, 34),
+        (P.LOGITS, 0, 10, 14), (P.SEND, 0, 14, 15), (P.FORWARD, 2, 15, 20),
+        (P.LOGITS, 0, 20, 23), (P.SEND, 0, 23, 24),
+        (P.LOGITS, 1, 24, 28), (P.LOGITS, 2, 28, 32), (P.SEND, 1, 32, 33),
+        (P.SEND, 2, 33, 34),
     ]  # fmt: skip
     trace = pipeline([first, [(P.FORWARD, 2, 20, 30)]], inflight=3)
     found = spent(account(trace, (10, 34))[0])
-    assert found == {Cause.BUSY: 20, Cause.HANDOVER: 4}
+    assert found == {Cause.BUSY: 20, Cause.SENDING: 2, Cause.NOTHING: 2}
     products = whole(trace.of("stage")[0], P.LOGITS)
     assert (products["end_ns"] - products["start_ns"]).tolist() == [7, 4, 4]
     assert products["iteration"].tolist() == [0, 1, 2]
@@ -179,7 +179,7 @@ def timelines(draw):
 
     on_stage = [
         P.WAIT_SCHEDULING, P.PREPARE, P.WAIT_HIDDEN, P.FORWARD, P.FORWARD, P.SEND, P.LOGITS,
-        P.HANDOVER, P.SAMPLE,
+        P.SAMPLE,
     ]  # fmt: skip
     stages = [rows(on_stage) for _ in range(draw(st.integers(1, 3)))]
     stages[0].append((P.FORWARD, 0, 0, draw(st.integers(1, 40))))

@@ -58,7 +58,6 @@ MOST_COMING = 1024
 """Iterations that a stage may be behind with its figures; the oldest of more is forgotten."""
 _CHUNK = 1024.0
 """Tokens of a prompt's chunk by which the slowest stage is found."""
-_PROJECTION = (Phase.LOGITS, Phase.HANDOVER)
 _LEVEL = Prices(1.0, 1e-3, 0.0, 0.0, 0.0)
 """A row hardly counts."""
 
@@ -70,8 +69,7 @@ class ConcurrencyController:
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
         self.first = first or usual()
         self.times = BatchTimes([self.first] * stages + [_LEVEL] * (2 * stages + 1))
-        """Of each stage; of each stage for decodes alone, and of that the output projection and the
-        logits' hand-over; sampling and scheduling between the last stage and the first."""
+        """Of each stage; of each stage for decodes alone, and of that the output projection; sampling and scheduling between the last stage and the first."""
         self._prices, self._priced = self.first, 0
         self.stages = stages
         self.unseen = 0.0
@@ -185,7 +183,7 @@ class MeasuredTimes:
         self.controller = controller
         keys: list[Key] = [("stage", i, 0) for i in range(controller.stages)]
         self._stages = [_Delta(page, key) for key in keys]
-        self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
+        self._projections = [_Delta(page, key, (Phase.LOGITS,)) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
         self._executor = _Delta(page, ("executor", 0, 0), way)
         self._coming: list[deque[Iteration]] = [deque(maxlen=MOST_COMING) for _ in keys]

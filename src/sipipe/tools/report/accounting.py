@@ -96,7 +96,7 @@ class Pipeline:
 
     def __init__(self, trace: Trace) -> None:
         executor, stages = trace.executor, trace.of("stage")
-        drained = stages[-1].phase(*DEVICE_PHASES, Phase.SAMPLE, Phase.HANDOVER)
+        drained = stages[-1].phase(*DEVICE_PHASES, Phase.SAMPLE)
         self.limit = trace.inflight
         if executor is not None and len(executor.phase(Phase.DISPATCH)):
             self.dispatched = ByIteration.of(executor.phase(Phase.DISPATCH), "end_ns")
@@ -158,18 +158,17 @@ class Cause(IntEnum):
 
     BUSY = 0, "busy", "device at work"
     SAMPLING = 1, "load_imbalance", "sampling on the stage"
-    HANDOVER = 2, "load_imbalance", "handing over logits"
-    EARLIER_STAGE = 3, "load_imbalance", "an earlier stage is longer"
-    LATER_STAGE = 4, "load_imbalance", "a later stage or sampling is longer"
-    PREPARING = 5, "intra_stage", "preparing inputs"
-    STARTING = 6, "intra_stage", "starting the forward"
-    HIDDEN_STATES = 7, "inter_stage", "hidden states under way"
-    SENDING = 8, "inter_stage", "sender occupied"
-    SCHEDULER = 9, "unscheduled", "scheduler at work"
-    DISPATCHED = 10, "unscheduled", "scheduling output under way"
-    FILLING = 11, "unscheduled", "too few microbatches"
-    NOTHING = 12, "unscheduled", "nothing to schedule"
-    IDLE = 13, "idle", "no requests"
+    EARLIER_STAGE = 2, "load_imbalance", "an earlier stage is longer"
+    LATER_STAGE = 3, "load_imbalance", "a later stage or sampling is longer"
+    PREPARING = 4, "intra_stage", "preparing inputs"
+    STARTING = 5, "intra_stage", "starting the forward"
+    HIDDEN_STATES = 6, "inter_stage", "hidden states under way"
+    SENDING = 7, "inter_stage", "sender occupied"
+    SCHEDULER = 8, "unscheduled", "scheduler at work"
+    DISPATCHED = 9, "unscheduled", "scheduling output under way"
+    FILLING = 10, "unscheduled", "too few microbatches"
+    NOTHING = 11, "unscheduled", "nothing to schedule"
+    IDLE = 12, "idle", "no requests"
 
 
 KIND_OF = np.array([KINDS.index(cause.kind) for cause in Cause], np.uint8)
@@ -230,12 +229,10 @@ def _stage(
 ) -> StageAccount:
     index, rank = process.header.index, process.header.rank
     device = process.phase(*DEVICE_PHASES)
-    busy, sampling, handover, sending, preparing = unions = [
+    busy, sampling, sending, preparing = unions = [
         Intervals.of(process.phase(*phases))
-        for phases in (
-            DEVICE_PHASES, (Phase.SAMPLE,), (Phase.HANDOVER,), (Phase.SEND,), (Phase.PREPARE,),
-        )
-    ]  # fmt: skip
+        for phases in (DEVICE_PHASES, (Phase.SAMPLE,), (Phase.SEND,), (Phase.PREPARE,))
+    ]
     awaited = _Waits(process.phase(Phase.WAIT_SCHEDULING))
     hidden = _Waits(process.phase(Phase.WAIT_HIDDEN))
     made, sent = _handed_on(stages.get((index - 1, rank)) or stages.get((index - 1, 0)))
@@ -272,7 +269,6 @@ def _stage(
     rules: list[tuple[npt.NDArray[np.bool_], Cause]] = [
         (busy.covers(at), Cause.BUSY),
         (sampling.covers(at), Cause.SAMPLING),
-        (handover.covers(at), Cause.HANDOVER),
         (pipeline.idle.covers(at), Cause.IDLE),
         (undispatched & full, Cause.LATER_STAGE),
         (undispatched & pipeline.at_work.covers(at), Cause.SCHEDULER),
