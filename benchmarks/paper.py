@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="one engine a row, fewer rows and panels"
     )
+    parser.add_argument("--dtype", help="float32 on a CPU without AVX-512 (default: the model's)")
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     own = parser.parse_args(argv)
     known = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json"))}
@@ -200,6 +201,7 @@ def _command(panel: dict[str, Any], own: argparse.Namespace) -> str:
         path = BUILD / f"paper/arrivals-{how['lengths']}-{how['rate']}-{how['requests']}.jsonl"
         write_timed_trace(shrunk(at_rate(trace, how["rate"]), how["shrink"]), path)
         line += f" --trace-file {path} --requests {how['requests']}"
+    line += f" --dtype {own.dtype}" if own.dtype else ""
     return f"{line} {panel.get('quick', '')} --engines 1 --repeat 1" if own.quick else line
 
 

@@ -1,6 +1,6 @@
 """What a served factor consists of: not spinning, the pipeline, the sampler, the output projection.
 
-    python -m benchmarks.split [MODEL] [--quick] [--sampling greedy] [--requests 64] [--tokens 32]
+    python -m benchmarks.split [MODEL] [--quick] [--sampling greedy] [--requests 64] [--dtype float32]
 
 A row differs from the one above by what its name says. First stock vLLM; then readers of messages
 sleep; then hidden states go through gloo, so that nothing spins (:mod:`benchmarks.asleep`). Then all
@@ -29,6 +29,7 @@ from benchmarks.harness import alone, report
 from benchmarks.make_model.checkpoint import make_model
 from benchmarks.serving import MODELS
 
+LENGTH = ["--max-model-len", "2048"]
 ASLEEP = ["--scheduler-cls", "benchmarks.asleep.Scheduler", "--worker-extension-cls"]
 ROWS: dict[str, tuple[dict[str, Any] | None, list[str]]] = {
     "stock": (None, []),
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="sent at once (default: 64)")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens (default: 32)")
     parser.add_argument("--repeat", type=int, default=5, help="answers of an engine (default: 5)")
+    parser.add_argument("--dtype", default="auto", help="float32 on a CPU without AVX-512")
     args = parser.parse_args()
     ways = args.sampling.split(",")
     model = args.model or make_model("llama", MODELS / "llama-bench", size="bench")
@@ -57,7 +59,7 @@ def main() -> None:
     for name in [*ROWS, *(() if args.quick else reversed(ROWS))]:
         settings, options = ROWS[name]
         job = {
-            "argv": [str(model), "-pp", args.pp, "--max-model-len", "2048", *options],
+            "argv": [str(model), "-pp", args.pp, "--dtype", args.dtype, *LENGTH, *options],
             "settings": settings,
             "sampling": ways,
             "requests": args.requests,
@@ -70,7 +72,7 @@ def main() -> None:
     engines = len(next(iter(found.values())))
     report(
         "split",
-        f"What a served factor consists of, {Path(model).name}, {args.pp} stages",
+        f"What a served factor consists of, {Path(model).name}, {args.pp} stages, --dtype {args.dtype}",
         rows,
         note=f"{args.requests} requests at once, prompts of 16 tokens, {args.tokens} new ones; "
         f"medians and ranges of {engines} engine(s) a row, {args.repeat} answers each; a row has what "

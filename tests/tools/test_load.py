@@ -232,6 +232,7 @@ def test_draws_behind_the_k_are_told(url, monkeypatch):
             "--x: no such option",
         ),
         ("import sys; sys.exit(7)", SiPipeError, "the server ended with status 7"),
+        ("print('sipipe: no m'); exit(1)", SiPipeError, "ended with status 1: sipipe: no m"),
         ("import sys; sys.exit(2)", SiPipeError, "the server ended with status 2"),
     ],
 )

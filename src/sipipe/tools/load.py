@@ -161,10 +161,12 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
             pass
         if server is None:
             break
-        if server.poll() == 2 and log is not None and (said := _read(log).strip()):
-            raise ConfigError(said.splitlines()[-1])
-        if server.poll() is not None:
-            raise SiPipeError(f"the server ended with status {server.returncode}")
+        if (status := server.poll()) is not None:
+            said = "" if log is None else _read(log).strip().rpartition("\n")[2]
+            if status == 2 and said:
+                raise ConfigError(said)
+            why = f": {said}" if said.startswith("sipipe: ") else ""
+            raise SiPipeError(f"the server ended with status {status}{why}")
         time.sleep(0.2)  # wait: STARTS in all; the server's start or end
     raise SiPipeError(f"no server answers at {url}")
 
@@ -308,15 +310,13 @@ def _complete(url: str, prompts: list[list[int]], body: dict[str, Any]) -> list[
     )
     # wait: 600 s between two bytes; the server's answer
     with urllib.request.urlopen(request, timeout=600) as response:
-        choices: list[dict[str, Any]] = json.load(response)["choices"]
-    return sorted(choices, key=lambda choice: choice["index"])
+        return sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
 
 
 def _get(url: str) -> str:
     request = urllib.request.Request(url, headers=_key())
     with urllib.request.urlopen(request, timeout=10) as response:  # wait: 10 s; the server's answer
-        text: str = response.read().decode()
-    return text
+        return str(response.read(), "utf-8")
 
 
 def _key() -> dict[str, str]:

@@ -69,7 +69,7 @@ class ConcurrencyController:
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
         self.first = first or usual()
         self.times = BatchTimes([self.first] * stages + [_LEVEL] * (2 * stages + 1))
-        """Of each stage; of each stage for decodes alone, and of that the output projection; sampling and scheduling between the last stage and the first."""
+        """Of each stage; of its decodes, and of their output projection; from the last to the first."""
         self._prices, self._priced = self.first, 0
         self.stages = stages
         self.unseen = 0.0
