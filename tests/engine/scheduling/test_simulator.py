@@ -49,7 +49,13 @@ def test_one_request_takes_stages_times_cost_for_each_token():
 
 @pytest.mark.parametrize("stages", [2, *(pytest.param(p, marks=pytest.mark.slow) for p in (4, 8))])
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
-@pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(0, marks=pytest.mark.slow, id="all p slots open"),
+        pytest.param(1, id="as the engine: p + 1, paced"),
+    ],
+)
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):
     """Whatever the arrivals. Token throttling's stages idle less in some (docs/scheduling.md)."""
     more_idle = []

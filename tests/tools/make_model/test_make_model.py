@@ -26,6 +26,7 @@ def digest(directory):
     }
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_bytes_in_any_process(tmp_path):
     here = make_model("llama", tmp_path / "here", seed=3)
     code = "import sys; from benchmarks.make_model.checkpoint import make_model; make_model('llama', sys.argv[1], seed=3)"
