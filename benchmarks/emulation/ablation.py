@@ -40,8 +40,8 @@ STOCK = StockCosts(last_stage=0.22, preparation=0.12, stall=1.4e-3)
 PIPELINES = tuple(
     (f"{model}-8xh100", p, slow)
     for model, slow_motion in (
-        ("deepseek-v2.5", (1, 1, 1)),
-        ("llama-70b", (2, 2, 4)),
+        ("deepseek-v2.5", (1, 2, 4)),
+        ("llama-70b", (2, 4, 8)),
         ("mixtral-8x7b", (2, 4, 8)),
     )
     for p, slow in zip((2, 4, 8), slow_motion, strict=True)
