@@ -41,7 +41,7 @@ PIPELINES = tuple(
     (f"{model}-8xh100", p, slow)
     for model, slow_motion in (
         ("deepseek-v2.5", (1, 2, 4)),
-        ("llama-70b", (2, 4, 8)),
+        ("llama-70b", (2, 2, 4)),
         ("mixtral-8x7b", (2, 4, 8)),
     )
     for p, slow in zip((2, 4, 8), slow_motion, strict=True)

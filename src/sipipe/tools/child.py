@@ -19,8 +19,7 @@ from sipipe.ipc.sockets import own_sockets
 TIMEOUT = 3_600.0
 """Seconds that one engine may take before it is stopped, besides those in which requests arrive."""
 
-_NOTED = 8_000
-"""Characters."""
+_NOTED = 8_000  # characters
 
 
 def measured(

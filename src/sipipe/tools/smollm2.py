@@ -12,7 +12,9 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 from sipipe.errors import ConfigError, ResourceError
 
@@ -77,16 +79,16 @@ def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
 
 
 def _unpack(source: Path, directory: Path) -> None:
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    file = {"gguf_file": source.name}
-    with redirect_stderr(io.StringIO()):  # not all of transformers' bars can be told not to show
+    file, unpacked = {"gguf_file": source.name}, GgufConfig(dequantize=True)
+    # transformers reads the file for each part, and shows bars whatever it is told.
+    once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with patch.multiple(gguf, **once), redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-            **file,
+            source.parent, dtype=torch.bfloat16, quantization_config=unpacked, **file
         )
         model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(source.parent, **file).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(source.parent, **file).save_pretrained(directory)

@@ -1,5 +1,4 @@
-"""A stage on vLLM's second runner: one kind for CPUs and GPUs. With it what every
-stage is made with, and one that is not open yet.
+"""A stage on vLLM's second runner, for CPUs and GPUs; what it is made with; one that is not open yet.
 
 What SiPipe has is around the runner's forward pass: inputs are prepared ahead by a thread of their
 own (:mod:`sipipe.worker.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go
