@@ -86,7 +86,7 @@ def _unpack(source: Path, directory: Path) -> None:
     file, unpacked = {"gguf_file": source.name}, GgufConfig(dequantize=True)
     # transformers reads the file for each part, and shows bars whatever it is told.
     once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    with patch.multiple(gguf, **once), redirect_stderr(io.StringIO()):
+    with patch.dict(vars(gguf), once), redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, dtype=torch.bfloat16, quantization_config=unpacked, **file
         )
