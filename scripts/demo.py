@@ -36,8 +36,9 @@ SIPIPE = [sys.executable, "-m", "sipipe"]
 
 MEANING = """\
 "sipipe" is the server from above, "stock" is vLLM without SiPipe, both with two stages. "greedy" is
-what the pipeline gains. What "chat" gains beyond that is SiPipe's sampler in the place of PyTorch's
-on a CPU; a GPU does not gain it. All set-ups, one stage too: sipipe bench MODEL --pp 2"""
+what even stages gain, and processes that sleep where stock's spin on the same cores. What "chat"
+gains beyond that is SiPipe's sampler in the place of PyTorch's on a CPU; a GPU does not gain it.
+All set-ups, one stage too: sipipe bench MODEL --pp 2"""
 
 
 @contextlib.contextmanager
