@@ -13,6 +13,8 @@ one GPU, each with half of its multiprocessors. That wants NVIDIA's MPS (``nvidi
 
     python -m benchmarks.one_gpu build/models/tiny --rows 'stock@2|on@2|on@2;"transport":"shm"|stock'
 
+A ratio is to the first row of as many stages. ``--large``: twelve layers of a 70B's width.
+
 The first loads of each server compile its kernels and do not count. The servers belong to a process
 of their own, and end with it (:mod:`sipipe.tools.child`).
 """
@@ -46,6 +48,9 @@ OPTIONS = TABLE["load"]["large"]["options"] + (
     " --max-num-seqs 256 --stream-interval 16 --gpu-memory-utilization 0.1 "
     """--compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'"""
 )
+LARGE = """ --hf-overrides '{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 12,
+"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+"tie_word_embeddings": false}'"""
 SHARED = "--distributed-executor-backend mp --worker-extension-cls benchmarks.shared_gpu.SharedGPU"
 
 
@@ -55,6 +60,7 @@ def main() -> None:
     add("model")
     add("--rows", default="stock|on|off", help=f"cpu_sampling, or of {list(STOCK)}")
     add("--options", default=OPTIONS, help="of each server")
+    add("--large", action="store_true", help="twelve layers of a 70B's width")
     add("--kv-gib", type=float, default=6, help="KV cache of each server")
     add("--trace", default="", help="directory of traces, one for each of SiPipe's rows")
     add("--loads", type=json.loads, default=LOADS, help="mixes of parameters, and requests of each")
@@ -65,20 +71,22 @@ def main() -> None:
     for name in args.rows.split("|"):
         job["servers"][name] = server(args, name)
     found = measured("servers side by side", job, of_the_checkout(MODULE))
-    name = "one-gpu-stages" if "@" in args.rows else "one-gpu"
+    shape, name = ("12 layers of 70B", "one-gpu-large") if args.large else ("8B", "one-gpu")
     report(
-        name, "Stages on one GPU, 8B, random weights", rows(found["runs"], next(iter(job["servers"]))),
-        note="medians; TPOT: ms per output token, ratios are of it; TTFT: ms to the first; servers side "
-        "by side, loads in turn, decodes in CUDA graphs, no torch.compile",
+        name, f"Stages on one GPU, {shape}, random weights", rows(found["runs"]),
+        note="medians; of stock: by TPOT, ms per output token, of as many stages; TTFT: ms to the "
+        "first; servers side by side, loads in turn, decodes in CUDA graphs, no torch.compile; "
+        "of two stages each has half of the multiprocessors (MPS), and stock's hidden states go "
+        "by NCCL over loopback",
     )  # fmt: skip
 
 
 def server(args: argparse.Namespace, row: str) -> dict[str, Any]:
     """What starts one row's server."""
     engine, _, more = row.partition(";")
-    engine, _, stages = engine.partition("@")
-    count = int(stages or 1)
-    words = [args.model, *shlex.split(args.options), "--pp", f"{count}"]
+    engine, count = engine.partition("@")[0], stages_of(row)
+    options = args.options + LARGE * args.large
+    words = [args.model, *shlex.split(options), "--pp", f"{count}"]
     words += ["--kv-cache-memory-bytes", f"{int(args.kv_gib * 2**30 / count)}"]
     if engine in STOCK:
         job = server_job(words, [*shlex.split(STOCK[engine]), *(shlex.split(SHARED) * (count > 1))])
@@ -94,8 +102,12 @@ def server(args: argparse.Namespace, row: str) -> dict[str, Any]:
     return job
 
 
-def rows(found: dict[str, dict[str, list[dict[str, Any]]]], first: str) -> list[dict[str, Any]]:
-    """A line for each load and server; ratios are to the server ``first``."""
+def stages_of(row: str) -> int:
+    return int(row.partition(";")[0].partition("@")[2] or 1)
+
+
+def rows(found: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """A line for each load and server; ratios are to the first server of as many stages."""
     lines = []
     for load_name, by_server in found.items():
         mix, count = load_name.split()
@@ -104,10 +116,13 @@ def rows(found: dict[str, dict[str, list[dict[str, Any]]]], first: str) -> list[
             return statistics.median(run[figure] for run in by[name])
 
         for name, runs in by_server.items():
-            line = {"sampling": mix, "requests": int(count), "engine": name}
+            stages = stages_of(name)
+            first = next(other for other in by_server if stages_of(other) == stages)
+            line = {"stages": stages, "sampling": mix, "requests": int(count)}
+            line |= {"engine": name.replace(f"@{stages}", "")}
             line |= {"tokens/s": round(middle("output_throughput", name))}
             tpot = middle("p50_tpot_ms", name)
-            line[f"of {first}"] = round(middle("p50_tpot_ms", first) / tpot, 2)
+            line["of stock"] = round(middle("p50_tpot_ms", first) / tpot, 2)
             line |= {"TPOT p50": round(tpot, 2), "TTFT p50": round(middle("p50_ttft_ms", name), 2)}
             lines.append(line | {"runs": len(runs)})
     return lines
