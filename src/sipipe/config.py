@@ -225,10 +225,11 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if (settings := additional_config.get("sipipe")) is None:
             for key in additional_config.keys() - {"sipipe"}:
-                if _hint(str(key).replace("-", "_"), ["sipipe"]):
-                    raise ConfigError(
-                        f'additional_config: unknown key "{key}"; did you mean "sipipe"?'
-                    )
+                word = str(key).replace("-", "_")
+                if (ours := word in cls.__struct_fields__) or _hint(word, ["sipipe"]):
+                    meant = f'{{"sipipe": {{"{word}": ...}}}}' if ours else '"sipipe"'
+                    wrong = f'additional_config: unknown key "{key}"'
+                    raise ConfigError(f"{wrong}; did you mean {meant}?")
             return cls()
         return cls.from_dict(settings)
 

@@ -539,7 +539,10 @@ def test_hosts_are_told_by_vllms_own_flags():
         ("--nnodes 2 --node-rank 2", "--node-rank 2: with --nnodes 2, hosts are 0 to 1"),
         ("--node-rank 1", "--node-rank 1: with --nnodes 1, hosts are 0 to 0"),
         ("--headless", "--headless is for the other hosts"),
-        ("--nnodes 2 --master-port 70000", '"hosts.port" must be a port from 1 to 65000'),
+        (
+            "--nnodes 2 --master-port 70000",
+            '--master-port: must be a whole number from 1 to 65000, not "70000"',
+        ),
     ],
 )
 def test_hosts_that_cannot_be_are_one_line(flags, line):

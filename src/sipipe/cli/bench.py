@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     jobs = _rows(own, settings, rest)
     _check(own, rest, jobs)
     require_vllm()
-    load = _load(own)
+    load = _load(own, rest)
     limit = TIMEOUT + (own.repeat + 1) * _seconds(load["loads"], own.trace_file)  # 1: warm-up
     found, failed = _measured(jobs, load, own.engines, limit)
     if not found:
@@ -269,7 +269,7 @@ def _options(settings: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}={text}" for name, text in texts]
 
 
-def _load(own: argparse.Namespace) -> dict[str, Any]:
+def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """What is sent to each server: the other entries of :class:`sipipe.tools.load.Job`."""
     if own.trace_file:
         how = ["--dataset-name", "timed_trace", "--dataset-path", own.trace_file, "--self-timed"]
@@ -281,6 +281,9 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
     how += ["--ignore-eos"] * (not own.own_end)
     if own.goodput:
         how += ["--goodput", *own.goodput]
+    _, given = _config(rest)
+    how += ["--tokenizer", given.tokenizer] if given.tokenizer else []
+    how += ["--trust-remote-code"] * given.trust_remote_code
     several = len(own.prompt_tokens) > 1 and not own.trace_file and not own.sharegpt
     loads = [
         (way, count, prompt, rate)
@@ -325,6 +328,8 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
             raise ConfigError(f"bench: --output: there is no directory {page.parent}")
         if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
             raise ConfigError(f"bench: --output: no file can be written at {page}")
+    if any(word.split("=")[0] in ("--nnodes", "-n") for word in rest):
+        raise ConfigError("bench: --nnodes: several hosts by Ray alone (docs/multi-host.md)")
     devices = _config(rest)[0].devices or ()
     if len(set(devices)) < len(devices) and not own.shared_devices:
         raise ConfigError(
@@ -333,8 +338,8 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
         )
     writers: Counter[str] = Counter()
     for job in jobs.values():
-        config, trace = _config(job["command"])
-        if trace := trace or config.trace:
+        config, given = _config(job["command"])
+        if trace := given.trace or config.trace:
             writers[trace] += own.engines
     for trace, engines in writers.items():
         if engines > 1:
@@ -344,14 +349,16 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
             )
 
 
-def _config(words: Sequence[str]) -> tuple[SiPipeConfig, str | None]:
-    """What a command line gives as ``--additional-config``, and as ``--trace``."""
+def _config(words: Sequence[str]) -> tuple[SiPipeConfig, argparse.Namespace]:
+    """What a command line gives as ``--additional-config``, and as options that matter here."""
     parser = make_parser("bench", "", add_help=False)
     parser.add_argument("--additional-config", default="{}")
     parser.add_argument("--trace")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--trust-remote-code", action="store_true")
     found, _ = parser.parse_known_args(words)
     try:
         additional = json.loads(found.additional_config)
     except ValueError as error:
         raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
-    return SiPipeConfig.from_additional_config(additional), found.trace
+    return SiPipeConfig.from_additional_config(additional), found

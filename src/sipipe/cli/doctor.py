@@ -33,7 +33,7 @@ from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, insta
 MOST_WORKERS = 8
 """Workers on one core beyond which no plan is shown."""
 
-IMPORT_SECONDS = 120.0
+SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
 PRELOADS = {"libtcmalloc": "apt install libtcmalloc-minimal4"}
@@ -116,11 +116,9 @@ def _import_vllm() -> Finding:
     code = "import transformers, vllm.v1.executor.abstract, sipipe; sipipe.Executor"
     command = [sys.executable, "-P", "-c", code]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("import", "error", f"importing vLLM took more than {IMPORT_SECONDS:.0f} s")
+        return Finding("import", "error", f"importing vLLM took more than {SECONDS:.0f} s")
     if done.returncode == 0:
         return Finding("import", "ok", "vLLM and SiPipe's executor import")
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -151,9 +149,7 @@ def _kernel(release: str) -> Finding:
     try:
         os.close(pidfd_open(os.getpid()))
     except OSError as error:
-        text = (
-            f"{release}: no pidfd_open ({error.strerror}), which SiPipe needs: Linux 5.3 or later"
-        )
+        text = f"{release}: no pidfd_open ({error.strerror}): SiPipe needs Linux 5.3 or later"
         return Finding("kernel", "error", text)
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers and tuple(map(int, numbers.groups())) >= (6, 12):

@@ -7,6 +7,7 @@ What needs none is run by tests.
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -100,7 +101,9 @@ def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
 def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """What came of a step."""
     if "load" not in step:
-        doctor = output(sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
+        words = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
+        # Errors are worth having, too. wait: a minute; the program's end
+        doctor = subprocess.run(words, stdout=subprocess.PIPE, timeout=60, check=False).stdout
         joined = output("nvidia-smi", "topo", "-m")
         return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": joined}
     with tempfile.TemporaryDirectory(prefix="sipipe-trace-") as trace:

@@ -20,10 +20,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of words that must be given."""
-        dashed = [
-            re.sub(r"^--\w[\w-]*(?=[=.]|$)", lambda at: at[0].replace("_", "-"), word)
-            for word in args
-        ]
+        name = re.compile(r"^--\w[\w-]*(?=[=.]|$)")
+        dashed = [name.sub(lambda at: at[0].replace("_", "-"), word) for word in args]
         return super().parse_known_args(dashed, namespace)
 
     def error(self, message: str) -> NoReturn:

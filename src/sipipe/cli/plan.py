@@ -280,9 +280,8 @@ def _given(stated: Sequence[str]) -> dict[str, float]:
 def _cluster(args: argparse.Namespace, assumed: Assumed) -> Cluster:
     per_host = args.gpus_per_host or (1 if device(args.gpu).kind == "cpu" else 8)
     chosen = device(args.gpu, memory_gib=args.memory, parts=per_host, assumed=assumed)
-    cores = chosen.cores * per_host or 96
-    if args.gpu.lower() == "cpu":
-        cores = len(os.sched_getaffinity(0))
+    here, cpus = len(os.sched_getaffinity(0)), args.gpu.lower() == "cpu"
+    cores = here if cpus else chosen.cores * per_host or 96
     return Cluster(
         device=chosen,
         hosts=args.hosts,

@@ -95,12 +95,12 @@ def _quicker_degrees(argv: Sequence[str]) -> str:
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add vLLM's options of several hosts, which vLLM refuses with an executor not its own."""
     group = parser.add_argument_group("Several hosts, as vLLM has them")
-    count = at_least(1, int)
+    count, port = at_least(1, int), at_least(1, int, 65000)
     for names, kind, default, metavar, text in (
         (("--nnodes", "-n"), count, 1, "N", "hosts (default: 1)"),
         (("--node-rank", "-r"), at_least(0, int), 0, "N", "which host this is; 0 is the main host"),
         (("--master-addr",), str, None, "HOST", "the main host's address, on every host"),
-        (("--master-port",), count, None, "PORT", "first port used (default: 29501)"),
+        (("--master-port",), port, None, "PORT", "first port used (default: 29501)"),
     ):
         group.add_argument(*names, type=kind, default=default, metavar=metavar, help=text)
     group.add_argument(
@@ -109,8 +109,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Which host this is, and ``additional_config["sipipe"]["hosts"]``. Raises ConfigError: options
-    that contradict each other."""
+    """Which host this is, and ``additional_config["sipipe"]["hosts"]``; ConfigError: contradictions."""
     count, node = own.nnodes, own.node_rank
     if node >= count:
         raise ConfigError(f"--node-rank {node}: with --nnodes {count}, hosts are 0 to {count - 1}")

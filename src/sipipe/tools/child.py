@@ -20,6 +20,8 @@ TIMEOUT = 3_600.0
 """Seconds that one engine may take before it is stopped, besides those in which requests arrive."""
 
 _NOTED = 8_000  # characters
+_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+_DEFAULTS["PYTHONHASHSEED"] = "0"  # vLLM's timed_trace makes its prompts from a string's hash
 
 
 def measured(
@@ -43,13 +45,7 @@ def measured(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_LOGGING_LEVEL": "WARNING",
-                # vLLM's timed_trace makes its prompts from Python's hash of a string.
-                "PYTHONHASHSEED": "0",
-            }
-            | dict(os.environ),
+            env=_DEFAULTS | dict(os.environ),
             start_new_session=True,
         )
         try:

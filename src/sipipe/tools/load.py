@@ -12,6 +12,7 @@ Who runs here
 import argparse
 import asyncio
 import dataclasses
+import http.client
 import importlib
 import json
 import math
@@ -157,7 +158,7 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise SiPipeError(f"{url} answers {error}: its key is OPENAI_API_KEY's") from None
-        except OSError:
+        except (OSError, http.client.HTTPException):  # no port, or another protocol
             pass
         if server is None:
             break

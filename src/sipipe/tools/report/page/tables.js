@@ -78,7 +78,7 @@ function legendKeys(pairs) {
 
 function drawLegend(host) {
   const slots = Math.min(SLOTS, Math.max(...data.runs.map((run) => run.summary.inflight)));
-  const hosts = [["schedule, update", "schedule"], ["dispatch", "dispatch"], ["prepare", "prepare"], ["send", "send"], ["sample, hand over", "sample"], ["waiting", "wait"]];
+  const hosts = [["schedule, update", "schedule"], ["dispatch", "dispatch"], ["prepare", "prepare"], ["send", "send"], ["sample", "sample"], ["waiting", "wait"]];
   for (const [name, pairs] of [
     ["Microbatches", Array.from({ length: slots }, (_, s) => [`slot ${s}`, `slot${s}`])],
     ["Bubbles", working.slice(1).map((k) => [title(k), k])],
