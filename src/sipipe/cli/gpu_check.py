@@ -7,7 +7,6 @@ What needs none is run by tests.
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -102,8 +101,7 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
     """What came of a step."""
     if "load" not in step:
         words = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
-        # Errors are worth having, too. wait: a minute; the program's end
-        doctor = subprocess.run(words, stdout=subprocess.PIPE, timeout=60, check=False).stdout
+        doctor = output(*words, failing=True)  # errors are worth having
         joined = output("nvidia-smi", "topo", "-m")
         return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": joined}
     with tempfile.TemporaryDirectory(prefix="sipipe-trace-") as trace:

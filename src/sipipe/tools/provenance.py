@@ -40,10 +40,11 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def output(*command: str) -> str | None:
-    """What a program prints; None: it is not there, fails, prints nothing, or takes 20 s."""
+def output(*command: str, failing: bool = False) -> str | None:
+    """What a program prints, ``failing`` too; None: it is not there, fails, prints nothing, or takes
+    20 s."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         # wait: 20 s; the program's end
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        return None if run.returncode else run.stdout.strip() or None
+        return None if run.returncode and not failing else run.stdout.strip() or None
     return None
