@@ -70,6 +70,15 @@ def test_round_trip(tmp_path):
     assert found == rows
 
 
+def test_iterations_beyond_32_bits_go_round(tmp_path):
+    recorder = open_recorder(tmp_path, Header(role="stage", index=0, stages=1, inflight=2, run="r"))
+    for iteration in (2**32 - 1, 2**32, 2**32 + 1):
+        recorder.record(Phase.FORWARD, iteration, 0, 1, 2)
+    recorder.close()
+    (process,) = read_trace(tmp_path).processes
+    assert process.records["iteration"].tolist()[:3] == [2**32 - 1, 0, 1]
+
+
 def test_threads_record_without_loss(tmp_path):
     """Four threads, each more than the queue holds, while the spiller runs."""
     recorder = open_recorder(tmp_path, Header(role="stage"))
