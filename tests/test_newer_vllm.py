@@ -27,6 +27,7 @@ ALL = {
     "worker": ("tests/worker",),
     "parity": ("tests/engine/test_parity.py",),
     "features": ("tests/engine/test_features.py",),
+    "speculation": ("tests/engine/test_speculation.py",),
     "second_runner": ("tests/engine/test_second_runner.py",),
     "servers": ("tests/engine/test_server.py", "tests/engine/test_launch.py"),
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),

@@ -250,6 +250,7 @@ ATTRIBUTES = {
     "vllm.v1.outputs:LogprobsTensors": "logprob_token_ids logprobs selected_token_ranks",
     "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
     "vllm.v1.worker.gpu.async_utils:AsyncOutput": "sampled_token_ids model_runner_output",
+    "vllm.v1.worker.gpu.async_utils:AsyncPoolingOutput": "copy_event",
     "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np gpu",
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
         "req_ids num_reqs num_computed_tokens_np num_scheduled_tokens prefill_len_np "

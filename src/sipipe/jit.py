@@ -182,9 +182,12 @@ class _PartCompiler(Compiler):
         return _dynfunc.make_function(module, described.qualname, "", 0, environment, (library,))
 
 
+_OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy"}  # by zero: inf, no exception
+
+
 def entry(function: F) -> F:
     """Compile ``function`` on first call, to be called from Python: no GIL, cached on disk."""
-    compiled = numba.njit(nogil=True, _nrt=False)(function)
+    compiled = numba.njit(**_OPTIONS)(function)
     if hasattr(compiled, "_cache"):  # not under NUMBA_DISABLE_JIT
         compiled._cache = _Cache(function)
     return compiled  # type: ignore[no-any-return]
@@ -194,7 +197,7 @@ def kernel(function: F) -> F:
     """Compile ``function`` for other kernels only, without the wrappers that would let Python call
     it: to unpack dozens of arrays in each took most of the time that compilation takes."""
     without = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    make = numba.njit(nogil=True, _nrt=False, pipeline_class=_PartCompiler, **without)
+    make = numba.njit(pipeline_class=_PartCompiler, **_OPTIONS, **without)
     return make(function)  # type: ignore[no-any-return]
 
 

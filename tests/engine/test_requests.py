@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduled import new_request
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils import random_uuid
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.engine.input_processor import InputProcessor
 
 from sipipe.engine.balance import Balancer
@@ -248,6 +249,27 @@ def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropp
     tracker.record(0, [("a", [7])])
     tracker.record(1, [("a", [8]), ("gone", [9])])
     assert tracker._requests["a"].outputs == [8]
+
+
+@pytest.mark.parametrize("room", [0, 3], ids=["0.32", "0.33"])
+def test_every_requests_masks_are_its_own(room):
+    """vLLM 0.32 has one behind another, 0.33 a block for each, as long as any may be."""
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    output = SchedulerOutput.make_empty()
+    for name in "abc":
+        output.scheduled_new_reqs.append(new_request(name, [1, 2], prefill=[1, 2]))
+        output.num_scheduled_tokens[name] = 2
+    output.total_num_scheduled_tokens = 6
+    added = {one.handle for one in tracker.advance(0, output).step.added}
+    tracker._drafts = {"b": (7, 8)}
+    masks = {"c": [[1]], "b": [[2], [3], [4]], "a": [[5]]}
+    filled = [block + [[-1]] * (room and room - len(block)) for block in masks.values()]
+    bitmask = np.concatenate(filled).astype(np.int32)
+    grammar = tracker.grammar(0, GrammarOutput(list(masks), bitmask))
+    assert int32_view(grammar.bitmask).tolist() == [1, 2, 3, 4, 5]
+    handles = int32_view(grammar.handles).tolist()
+    assert set(handles) == added
+    assert handles == [handles[0], *[handles[1]] * 3, handles[4]]
 
 
 def test_a_token_behind_a_prompt_of_embeddings_is_told():

@@ -180,6 +180,8 @@ def test_requests_that_no_sampler_survives_never_end_the_engine(one, monkeypatch
         module.Samplers, "_replace", lambda _, index, poison, *__: given_up.append(poison)
     )
     for handle in range(100):
+        one.replace("sampler0", "signal 11")  # it is not known yet at whose row
+        one._replacing[0].join()
         for _ in range(module.STRIKES):
             one.heard("sampler0", Trying(handle))
             one.replace("sampler0", "signal 11")

@@ -58,7 +58,7 @@ def request(rng: np.random.Generator, hidden: np.ndarray, size: int, how: str) -
         "top_k": [0, 1, 2, size // 2, size - 1, 50],
         "top_p": [1.0, 1e-9, 0.02, 0.5, 0.99, 0.9999999],
         "min_p": [0.0, 1.0, 0.1, 1e-6],
-        "repetition_penalty": [1.0, 1.3, 0.5, 1e-30],
+        "repetition_penalty": [1.0, 1.3, 0.5, 1e-30, 1e-46],
         "presence_penalty": [0.0, 2.0, -2.0],
         "frequency_penalty": [0.0, -1.0],
         "logprobs": [None, 0, 1, 2, 5, 20, -1],

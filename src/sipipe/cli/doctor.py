@@ -37,8 +37,7 @@ SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
 PRELOADS = {"libtcmalloc": "apt install libtcmalloc-minimal4"}
-if platform.machine() == "x86_64":
-    PRELOADS["libiomp"] = "pip install intel-openmp"
+PRELOADS |= {"libiomp": "pip install intel-openmp"} if platform.machine() == "x86_64" else {}
 """What vLLM's CPU build advises to preload, and how to have it."""
 
 Device = Literal["cpu", "cuda"]

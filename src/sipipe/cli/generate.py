@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     for name in NUMBERS:
         sampling.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X")
     sampling.add_argument("--top-k", type=int, metavar="K")
-    seed = "seed of the draws"
-    sampling.add_argument("--sampling-seed", dest="seed", type=int, metavar="S", help=seed)
+    sampling.add_argument("--sampling-seed", dest="seed", type=int, metavar="S", help="of draws")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     own, settings, rest = parse_engine_command(parser, argv)

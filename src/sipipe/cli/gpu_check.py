@@ -101,9 +101,9 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
     """What came of a step."""
     if "load" not in step:
         words = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
-        doctor = output(*words, failing=True)  # errors are worth having
+        told = output(*words, failing=True)
         joined = output("nvidia-smi", "topo", "-m")
-        return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": joined}
+        return {"found": machine(), "doctor": json.loads(told or "[]"), "topology": joined}
     with tempfile.TemporaryDirectory(prefix="sipipe-trace-") as trace:
         job = _server(step, own, gpus, trace)
         found: dict[str, Any] = {"found": measured(name, job, "sipipe.tools.load", timeout=SECONDS)}

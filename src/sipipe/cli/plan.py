@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -245,8 +244,7 @@ def main(argv: Sequence[str]) -> int:
         for workload in workloads
     ]
     if args.json:
-        found: dict[str, Any] = {plan.workload.sampling: plan_to_dict(plan) for plan in plans}
-        print(json.dumps(found, indent=2))
+        print(json.dumps({one.workload.sampling: plan_to_dict(one) for one in plans}, indent=2))
     else:
         print_tables(plans)
     return 0 if all(plan.choices for plan in plans) else 1

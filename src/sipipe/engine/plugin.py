@@ -177,6 +177,7 @@ def checked(call: Callable[[], T], model: str = "") -> T:
         raise ConfigError(_named(error.title, error.errors()[0])) from error
     except (*REFUSALS, VLLMError) as error:
         what = f'MODEL "{model}" cannot be read: ' if isinstance(error, OSError) else ""
+        what = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError) else what
         refusal = ResourceError if _unreached(error) else ConfigError
         raise refusal(f"{what}{_first_line(error)}") from error
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import (
@@ -251,12 +252,12 @@ class RequestTracker:
         """The samplers' form of a structured-output bitmask; empty when there is none."""
         if output is None:
             return Grammar(iteration, b"", 0, b"")
-        bitmask = output.grammar_bitmask
-        handles = [
-            self._requests[request_id].handle
-            for request_id in output.structured_output_request_ids
-            for _ in range(1 + len(self._drafts.get(request_id, ())))
-        ]
+        names, bitmask = output.structured_output_request_ids, output.grammar_bitmask
+        counts = [1 + len(self._drafts.get(name, ())) for name in names]
+        if len(bitmask) > sum(counts):  # vLLM 0.33: blocks, each for as many drafts as may come
+            blocks = bitmask.reshape(len(names), -1, bitmask.shape[1])
+            bitmask = np.concatenate([block[:n] for block, n in zip(blocks, counts, strict=True)])
+        handles = np.repeat([self._requests[name].handle for name in names], counts)
         return Grammar(iteration, int32_bytes(handles), bitmask.shape[1], int32_bytes(bitmask))
 
     def added_of(self, sampler: int) -> list[Added]:

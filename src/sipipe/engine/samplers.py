@@ -159,6 +159,8 @@ class Samplers:
             deaths.append(time.monotonic())
         elif self._strikes[handle] == STRIKES:
             poison = handle, f"it ended every sampler that drew for it ({reason})"
+            if deaths:
+                deaths.pop()  # the first was its, too: among others it was not known
         if len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW:
             raise WorkerDiedError(
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "

@@ -108,10 +108,8 @@ class Recorder:
         elif len(self._records) < CAPACITY:
             if (thread := self._threads.get(threading.get_ident())) is None:
                 thread = self._begin_thread()
-            number = iteration & 0xFFFFFFFF  # months of iterations go round, and end no engine
-            self._records.append(
-                PACK.pack(start_ns, end_ns, number, batch, tokens, phase, thread, slot)
-            )
+            n = iteration & 0xFFFFFFFF  # months of iterations go round, and end no engine
+            self._records.append(PACK.pack(start_ns, end_ns, n, batch, tokens, phase, thread, slot))
         else:
             self._dropped += 1
         self._count(phase, iteration, start_ns, end_ns, batch, tokens)

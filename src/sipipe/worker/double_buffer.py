@@ -96,12 +96,7 @@ class DoubleBuffer:
     ``interrupt``: ends a ``run`` that waits for another process; called once."""
 
     def __init__(
-        self,
-        stage: SampledStage,
-        *,
-        sets: int,
-        stall_timeout: float,
-        interrupt: Callable[[], None],
+        self, stage: SampledStage, *, sets: int, stall_timeout: float, interrupt: Callable[[], None]
     ) -> None:
         self._stage = stage
         self._stall_timeout = stall_timeout

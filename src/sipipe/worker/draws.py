@@ -20,6 +20,7 @@ from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils import torch_utils
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.async_utils import AsyncPoolingOutput
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from sipipe.worker.device import Device, Launched
@@ -122,6 +123,8 @@ class Pooled(WholeBatch):
     """On every stage of a pooling model, of which ``execute_model`` returns all there is."""
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
+        if isinstance(output, AsyncPoolingOutput):
+            output.copy_event.wait()  # in the stream: the next pass may write what is copied
         return output
 
 
