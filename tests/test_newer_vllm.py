@@ -22,6 +22,7 @@ SCRIPT = ROOT / "scripts" / "newer_vllm.py"
 SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
 ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
 ALL = {
+    "engine": ("tests/engine", "-m", "not slow"),
     "seams": SEAMS,
     "scheduling": ("tests/engine/scheduling/test_scheduler.py",),
     "worker": ("tests/worker",),
@@ -79,7 +80,7 @@ def test_seams_and_an_engine(newer):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arguments", ALL.values(), ids=ALL)
 def test_the_tests_of(newer, arguments):
-    run(newer, *arguments, "-m", "")
+    run(newer, "-m", "", *arguments)
 
 
 @pytest.mark.slow

@@ -52,7 +52,9 @@ def test_a_command_says_it_without_a_traceback(damaged, door):
     lines = ended.stdout.splitlines()
     assert ended.returncode == 1
     assert "Traceback" not in ended.stdout
-    said = [number for number, line in enumerate(lines) if "ERROR" in line]
+    # vLLM 0.33 calls it an error that a CPU has no Triton kernels.
+    told = [line if "Triton" not in line else "" for line in lines]
+    said = [number for number, line in enumerate(told) if "ERROR" in line]
     assert CAUSE in lines[said[0]], "the worker, with the file and line where it was found"
     assert len(lines) - said[0] < 30
     assert lines[-1].startswith("sipipe: ")
