@@ -1,6 +1,6 @@
 """The paper's figures, one command each, in a checkout.
 
-    python -m benchmarks.paper LIST|FIG|all [--scale cpu|8xh100|16xh100] [--quick]
+    python -m benchmarks.paper LIST|FIG,FIG|all [--scale cpu|8xh100|16xh100] [--quick]
     python -m benchmarks.paper FILE.json          draws the picture of kept data again
 
 ``benchmarks/figures/FIG.json`` says what a figure shows: the paper's range, what differs here, and
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("figure", metavar="LIST|FIG|all")
+    parser.add_argument("figure", metavar="LIST|FIG,FIG|all")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
     parser.add_argument(
         "--quick", action="store_true", help="one engine a row, fewer rows and panels"
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if own.figure.endswith(".json"):
         return _redraw(Path(own.figure), known)
-    names = list(known) if own.figure == "all" else [own.figure]
-    if names[0] not in known:
-        raise ConfigError(f'paper: "{own.figure}" is none of {", ".join(known)}')
+    names = list(known) if own.figure == "all" else own.figure.split(",")
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(f'paper: "{wrong[0]}" is none of {", ".join(known)}')
     (BUILD / "paper").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="sipipe-paper-") as scratch:
         wanted: dict[str, dict[str, Any]] = {}
