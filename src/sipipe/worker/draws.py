@@ -124,7 +124,8 @@ class Pooled(WholeBatch):
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
         if isinstance(output, AsyncPoolingOutput):
-            output.copy_event.wait()  # in the stream: the next pass may write what is copied
+            # wait: none, of the stream: the next pass may write what is copied; the copy
+            output.copy_event.wait()
         return output
 
 
