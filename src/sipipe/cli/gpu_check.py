@@ -100,10 +100,10 @@ def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
 def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """What came of a step."""
     if "load" not in step:
-        words = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
-        told = output(*words, failing=True)
+        command = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
+        doctor = output(*command, failing=True)
         joined = output("nvidia-smi", "topo", "-m")
-        return {"found": machine(), "doctor": json.loads(told or "[]"), "topology": joined}
+        return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": joined}
     with tempfile.TemporaryDirectory(prefix="sipipe-trace-") as trace:
         job = _server(step, own, gpus, trace)
         found: dict[str, Any] = {"found": measured(name, job, "sipipe.tools.load", timeout=SECONDS)}
