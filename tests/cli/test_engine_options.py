@@ -288,6 +288,20 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys, 
     assert not any("answers" in s for each in found["engines"].values() for s in each["starts"])
 
 
+def test_benchs_client_reads_the_model_as_its_servers_do(started):
+    bench.main(["m", "--rows", "sipipe", "--tokenizer", "t", "--trust-remote-code"])
+    ((_, job), *_) = started
+    assert job["load"][-3:] == ["--tokenizer", "t", "--trust-remote-code"]
+    assert {"--tokenizer", "--trust-remote-code"} < set(job["command"])
+
+
+@pytest.mark.parametrize("option", ["--nnodes", "-n", "--nnodes=2"])
+def test_bench_refuses_hosts_that_nobody_starts(started, option):
+    with pytest.raises(ConfigError, match=r"^bench: --nnodes: several hosts by Ray alone"):
+        bench.main(["m", "--rows", "sipipe", option, "2"])
+    assert not started
+
+
 def test_bench_also_writes_a_page_and_refuses_first_where_it_could_not(
     started, capsys, tmp_path, monkeypatch
 ):

@@ -257,3 +257,8 @@ def test_a_process_without_a_command_line_has_its_memory_told():
     with subprocess.Popen([""], executable="/bin/cat", stdin=subprocess.PIPE) as process:
         assert list(load.memory_mib(process.pid)) == ["cat"]
         process.stdin.close()
+
+
+def test_an_address_without_a_port_is_one_line():
+    with pytest.raises(SiPipeError, match=r"^no server answers at http://host:abc$"):
+        load._wait("http://host:abc", None, None)
