@@ -21,11 +21,7 @@ SCRIPT = ROOT / "scripts" / "newer_vllm.py"
 
 SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
 ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
-ALL = {
-    "engine": ("tests/engine", "-m", "not slow"),
-    "seams": SEAMS,
-    "scheduling": ("tests/engine/scheduling/test_scheduler.py",),
-    "worker": ("tests/worker",),
+SLOW = {
     "parity": ("tests/engine/test_parity.py",),
     "features": ("tests/engine/test_features.py",),
     "speculation": ("tests/engine/test_speculation.py",),
@@ -33,7 +29,13 @@ ALL = {
     "servers": ("tests/engine/test_server.py", "tests/engine/test_launch.py"),
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),
     "replicas": ("tests/engine/test_replicas.py",),
-    "commands": ("tests/cli/test_engine.py",),
+}
+ALL = {
+    "seams": (*SEAMS, "-m", ""),
+    "engine": ("tests/engine", "-m", "not slow"),
+    "worker": ("tests/worker", "-m", ""),
+    "commands": ("tests/cli/test_engine.py", "-m", ""),
+    **{name: (*files, "-m", "slow") for name, files in SLOW.items()},
 }
 
 
@@ -80,7 +82,7 @@ def test_seams_and_an_engine(newer):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arguments", ALL.values(), ids=ALL)
 def test_the_tests_of(newer, arguments):
-    run(newer, "-m", "", *arguments)
+    run(newer, *arguments)
 
 
 @pytest.mark.slow
