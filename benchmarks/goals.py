@@ -58,7 +58,7 @@ GOALS = (
         unit="tok/s",
     ),
     Goal(
-        "two stages, all parameters",
+        "two stages, all parameters, vocabulary of 151,936, bfloat16",
         "12 × stock's two stages",
         _bench("all", "sipipe"),
         least=12,
@@ -118,7 +118,12 @@ GOALS = (
         "transfer: beyond copy p50 µs | path=sipipe shm; B=32",
         most=100,
     ),
-    Goal("two hosts, 32 requests, no delay", "1.2 × stock", _hosts("of stock", 32, 0), least=1.2),
+    Goal(
+        "two hosts, 32 requests, no delay; layers 7, 1 against even ones",
+        "1.2 × stock",
+        _hosts("of stock", 32, 0),
+        least=1.2,
+    ),
     Goal("two hosts, 32 requests, 20 ms", "2 × stock", _hosts("of stock", 32, 20), least=2),
     Goal(
         "two hosts, one request, 20 ms",
@@ -139,6 +144,14 @@ GOALS = (
         f"scheduling-summary: token throttling, worst | {_SLOTS}=idle %",
         most=1,
         unit="×",
+    ),
+    Goal(
+        "the same with the engine's p + 1 slots, two stages, median",
+        "below token throttling's",
+        "scheduling-seeds: idle %, slots | stages=2",
+        most=1,
+        beside="scheduling-seeds: idle %, token throttling | stages=2",
+        unit="%",
     ),
     Goal(
         "simulated first tokens, median, worst run",

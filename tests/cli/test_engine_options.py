@@ -48,6 +48,7 @@ def test_ours_are_taken_from_anywhere():
     ("argv", "settings", "rest"),
     [
         (["--pp", "2", "--", "-5 is"], {}, ["-pp", "2", "--", "-5 is"]),
+        (["--pp", "2", "--", "-h"], {}, ["-pp", "2", "--", "-h"]),
         (["--cores", '{"stages": [[0], [1]]}'], {"cores": {"stages": [[0], [1]]}}, []),
         (["--cores", "off"], {"cores": "off"}, []),
         (["--layers", "even"], {"layers": "even"}, []),
@@ -99,6 +100,10 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
         (["m", "--goodput", "ttft:fast"], "--goodput: must be limits in ms"),
         (["m", "--sharegpt", "/none"], "--sharegpt: there is no file /none"),
         (["m", "--trace-file", "/none"], "--trace-file: there is no file /none"),
+        (["m", "--trace-file", "x" * 300], "--trace-file: there is no file x"),
+        (["m", "--trace-file", "/proc/version", "--rate", "2"], "--rate: --trace-file has the arr"),
+        (["m", "--output", "x" * 300], "--output: no file can be written at x"),
+        (["m", "--output", f"{'x' * 300}/page.html"], "--output: there is no directory x"),
         (["m", "--trace", "t"], "2 engines would write the trace t: --engines 1 starts"),
         (
             [
@@ -581,6 +586,7 @@ def test_serve_says_which_degrees_may_be_quicker_here(monkeypatch, capsys, argv,
     monkeypatch.setattr(serve, "supervise", lambda arguments, **_: started.append(arguments) or 0)
     monkeypatch.setattr(advice, "this_machine", lambda: [Core((0,)), Core((1,))])
     monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(advice, "measured", dict)
     assert serve.main(argv) == 0
     assert started, "it starts all the same"
     told = capsys.readouterr().err
@@ -597,6 +603,7 @@ def _chosen(monkeypatch, argv, gpus=()):
     monkeypatch.setattr(serve, "supervise", lambda arguments, **_: started.append(arguments) or 0)
     monkeypatch.setattr(advice, "this_machine", lambda: [Core((0,)), Core((1,))])
     monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(advice, "measured", dict)
     assert serve.main(argv) == 0
     ((rest, _, _),) = started
     return rest

@@ -162,6 +162,13 @@ def test_model_directory_and_picture(capsys, tmp_path):
     assert "--gpu-memory-utilization" not in out
 
 
+@pytest.mark.parametrize("rate", ["50GB/s", "400", "0.4T", "400gbit/s"])
+def test_bytes_of_a_network_are_not_bits(capsys, rate):
+    _, out = plan(capsys, "llama-3.1-8b", *HOSTS, "--network", rate, "--json")
+    cluster = json.loads(out)["greedy"]["cluster"]
+    assert cluster["network_gigabits"] == pytest.approx(400)
+
+
 def test_a_cpu_is_one_device_whose_cache_gets_the_engines_share(capsys):
     kv_memory = pytest.importorskip("sipipe.engine.kv_memory")
     _, out = plan(capsys, "qwen3-0.6b", "--gpu", "xeon-8468", "--memory", "64", "--json")

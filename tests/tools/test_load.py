@@ -196,6 +196,9 @@ def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, mod
     monkeypatch.setattr(Server, "refuses", {"/v1/models": 401})
     with pytest.raises(SiPipeError, match="401: Unauthorized: its key is OPENAI_API_KEY's"):
         load.run(job(url, model, **one))
+    monkeypatch.setattr(Server, "refuses", {"/v1/models": 404})
+    with pytest.raises(SiPipeError, match=f"^{url}/v1/models answers HTTP Error 404: Not Found$"):
+        load.run(job(url, model, **one))
 
 
 def test_draws_that_are_not_the_servers_own_are_told(url, monkeypatch):
@@ -257,6 +260,7 @@ def test_a_process_without_a_command_line_has_its_memory_told():
     with subprocess.Popen([""], executable="/bin/cat", stdin=subprocess.PIPE) as process:
         assert list(load.memory_mib(process.pid)) == ["cat"]
         process.stdin.close()
+    assert load.memory_mib(process.pid) == {}
 
 
 def test_an_address_without_a_port_is_one_line():

@@ -61,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["help"]
     if name in ("-h", "--help", "help"):
-        _print_usage()
+        print(f"sipipe {__version__}: pipeline-parallel vLLM, sampling on idle CPU cores\n")
+        print("usage: sipipe COMMAND [options]\n")
+        for command, line in COMMANDS.items():
+            print(f"  {command:<10}  {line}")
+        print("\nsipipe COMMAND --help shows a command's options; sipipe --version the version.")
         return 0 if arguments else 2
     if name in ("-V", "--version", "version"):
         print(f"sipipe {__version__}")
@@ -72,11 +76,3 @@ def _dispatch(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f'unknown {kind} "{name}"{hint}')
     return int(importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}").main(rest))
-
-
-def _print_usage() -> None:
-    print(f"sipipe {__version__}: pipeline-parallel vLLM, sampling on idle CPU cores\n")
-    print("usage: sipipe COMMAND [options]\n")
-    for name, line in COMMANDS.items():
-        print(f"  {name:<10}  {line}")
-    print("\nsipipe COMMAND --help shows a command's options; sipipe --version the version.")

@@ -1,5 +1,5 @@
 """Which degrees suit a host, by requests at once: what ``serve`` and ``doctor`` say before anything
-has run. Computed as ``sipipe plan`` does, with what that assumes; ``sipipe bench`` measures."""
+has run. Computed as ``sipipe plan`` does; what CPUs reach is measured. ``sipipe bench`` measures all."""
 
 import os
 import re
@@ -10,17 +10,18 @@ from typing import Literal
 from sipipe.cores import Core, plan_cores, this_machine
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, device, names, network
+from sipipe.tools.planner.hardware import Assumed, Cluster, device, names, network
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import OURS, Choice
 from sipipe.tools.planner.search import Search
+from sipipe.tools.planner.this_cpu import measured
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.provenance import output
 
 LOADS = (1, 16, 256)
 """Requests at once for which it is computed."""
 CLEARLY = 1.1
-"""Quicker by less than this says nothing: the inputs are assumed."""
+"""Quicker by less than this says nothing: some inputs are assumed."""
 
 
 def on_host(
@@ -34,8 +35,9 @@ def on_host(
     """SiPipe's ways to serve ``load`` requests at once on a host with these ``cores``, fastest
     first. ``name`` is its devices', each of ``memory_gib`` where that is known; ``"cpu"``: what the
     core plan gives so many workers."""
-    kind = device(name, memory_gib=memory_gib, parts=devices)
-    if name == "cpu":  # stated of an even share of all cores
+    found = Assumed(given=measured() if name == "cpu" else {})
+    kind = device(name, memory_gib=memory_gib, parts=devices, assumed=found)
+    if name == "cpu":  # of an even share of all cores
         (workers,) = {len(rank) for rank in plan_cores(cores, stages=devices).workers[0]}
         part = min(workers * devices, len(cores)) / len(os.sched_getaffinity(0))
         kind = replace(kind, memory_gbs=kind.memory_gbs * part, bf16_tflops=kind.bf16_tflops * part)

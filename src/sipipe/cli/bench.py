@@ -16,7 +16,7 @@ from sipipe.cli.bench_tables import STOCK, show, table
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.tools.child import TIMEOUT, measured
 from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
@@ -111,12 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace-file", str, None, "FILE", "arrivals and lengths: timed_trace of vllm bench serve")
     add = adder(group := parser.add_argument_group("what is measured"))
     add("--rows", str, None, "LIST", "of those below (default: all that differ here)")
-    for option, form, what in (
-        ("--row", "NAME=OPTIONS", "SiPipe, or stock vLLM where they begin with stock"),
-        ("--url", "NAME=URL", "a server that runs already"),
-    ):
-        text = f"one more row: {what}"
-        group.add_argument(option, action="append", default=[], metavar=form, help=text)
+    row = partial(group.add_argument, action="append", default=[])
+    text = "one more row: SiPipe, or stock vLLM where they begin with stock"
+    row("--row", metavar="NAME=OPTIONS", help=text)
+    row("--url", metavar="NAME=URL", help="one more row: a server that runs already")
     add("--draws", at_least(0, int), 1024, "N", "for the chi-square; 0: none")
     group.add_argument("--own-end", action="store_true", help="heed the model's end of text")
     group.add_argument("--shared-devices", action="store_true", help="measure stages on one GPU")
@@ -142,13 +140,12 @@ def _measured(
             except SiPipeError as error:  # the others are worth having
                 if isinstance(error, ConfigError) and not any(found.values()):
                     raise
-                print(f"sipipe: {error}", file=sys.stderr)
+                tell(error)
                 failed[name] = str(error)
                 continue
             found[name].append(start)
             if number == 0 and "refused" in start:
-                text = f"{name}: what it answers could not be compared: {start['refused']}"
-                print(f"sipipe: {text}", file=sys.stderr)
+                tell(f"{name}: what it answers could not be compared: {start['refused']}")
     return {name: starts for name, starts in found.items() if name not in failed}, failed
 
 
@@ -320,14 +317,17 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
     ConfigError: a file or directory is missing, an ``--additional-config`` is wrong, stages share a
     GPU and nobody asked for it to be measured, or two engines would write one trace."""
     for option, file in (("--sharegpt", own.sharegpt), ("--trace-file", own.trace_file)):
-        if file and not Path(file).is_file():
+        if file and not os.path.isfile(file):
             raise ConfigError(f"bench: {option}: there is no file {file}")
     if own.output:
         page = Path(own.output)
-        if not page.parent.is_dir():
+        if not os.path.isdir(page.parent):
             raise ConfigError(f"bench: --output: there is no directory {page.parent}")
-        if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+        written = page if os.path.exists(page) else page.parent
+        if os.path.isdir(page) or not os.access(written, os.W_OK):
             raise ConfigError(f"bench: --output: no file can be written at {page}")
+    if own.trace_file and own.rate != [0]:
+        raise ConfigError("bench: --rate: --trace-file has the arrivals, leave one of them out")
     if any(word.split("=")[0] in ("--nnodes", "-n") for word in rest):
         raise ConfigError("bench: --nnodes: several hosts by Ray alone (docs/multi-host.md)")
     devices = _config(rest)[0].devices or ()

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from sipipe.cli.console import Console
+from sipipe.cli import console
 
 STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 """The beginning of stock vLLM's command."""
@@ -77,14 +75,11 @@ def _speeds(starts: Sequence[Mapping[str, Any]], load: str) -> tuple[float, floa
 
 def show(result: Mapping[str, Any]) -> None:
     rows = result["rows"]
-    shown = Table(title=result["title"], caption=result["note"], box=None)
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     columns.remove("cores")
-    for column in columns:
-        shown.add_column(column, justify="left" if column in ("sampling", "engine") else "right")
-    for row in rows:
-        shown.add_row(*("" if row[column] is None else f"{row[column]}" for column in columns))
-    console = Console(width=max(130, Console().width))
-    console.print(shown)
+    cells = (["" if row[name] is None else f"{row[name]}" for name in columns] for row in rows)
+    shown = console.table(columns, cells, left=("sampling", "engine"), pad_edge=True)
+    shown.title, shown.caption = result["title"], result["note"]
+    console.Console(width=max(130, console.Console().width)).print(shown)
     for name, cores in {row["engine"]: row["cores"] for row in rows if row["cores"]}.items():
         print(f"{name}: {cores}")

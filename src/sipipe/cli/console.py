@@ -1,8 +1,10 @@
-"""The console that all commands print tables with."""
+"""What commands print tables with."""
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rich import console
+from rich.table import Table
 
 
 class Console(console.Console):
@@ -14,3 +16,19 @@ class Console(console.Console):
     def on_broken_pipe(self) -> None:
         """Rich would exit with 1; :func:`sipipe.cli.main` knows that this is no error."""
         raise BrokenPipeError
+
+
+def table(
+    columns: Iterable[str],
+    rows: Iterable[Iterable[console.RenderableType]] = (),
+    *,
+    left: Collection[str],
+    pad_edge: bool = False,
+) -> Table:
+    """``rows`` under ``columns``, those named in ``left`` to the left and numbers to the right."""
+    made = Table(box=None, pad_edge=pad_edge)
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -6,6 +6,8 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from sipipe.config import SiPipeConfig
@@ -31,10 +33,8 @@ class Parser(argparse.ArgumentParser):
 def make_parser(command: str, description: str, **more: Any) -> Parser:
     """The parser of ``sipipe COMMAND``; abbreviated options are not taken."""
 
-    def formatter(prog: str) -> argparse.HelpFormatter:
-        width = min(100, shutil.get_terminal_size().columns)
-        return argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=30)
-
+    width = min(100, shutil.get_terminal_size().columns)
+    formatter = partial(argparse.RawDescriptionHelpFormatter, width=width, max_help_position=30)
     return Parser(
         prog=f"sipipe {command}",
         description=description,
@@ -62,12 +62,9 @@ def checked(
     result that is not ``valid``."""
 
     def parse(text: str) -> Value:
-        try:
-            value = convert(text)
-            if valid(value):
+        with suppress(ValueError, KeyError):
+            if valid(value := convert(text)):
                 return value
-        except (ValueError, KeyError):
-            pass
         raise argparse.ArgumentTypeError(f'must be {allowed}, not "{text[:60]}"')
 
     return parse
@@ -104,7 +101,8 @@ def parse_engine_command(
     :class:`~sipipe.config.SiPipeConfig` refuses.
     """
     _add_engine_options(parser)
-    if "-h" in argv or "--help" in argv:
+    options = argv[: argv.index("--")] if "--" in argv else argv  # words stand behind it
+    if "-h" in options or "--help" in options:
         parser.print_help()
         sys.exit(0)
     own, rest = parser.parse_known_args(argv)
@@ -112,7 +110,7 @@ def parse_engine_command(
         if suiting is None:
             raise ConfigError("--pp auto is an option of sipipe serve: give a number")
         own.pp, own.tp = suiting(own, rest)
-    end = rest.index("--") if "--" in rest else len(rest)  # words stand behind it
+    end = rest.index("--") if "--" in rest else len(rest)
     for name, long in (("pp", "--pipeline-parallel-size"), ("tp", "--tensor-parallel-size")):
         value = getattr(own, name)
         if value is not None:

@@ -6,11 +6,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from rich.table import Table
-
-from sipipe.cli.console import Console
+from sipipe.cli.console import Console, table
 from sipipe.cli.parser import adder, at_least, checked, fraction, make_parser
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
@@ -58,7 +56,7 @@ def _print_plan(console: Console, plan: Plan) -> None:
     console.print()
     console.print(f"sampling: {_KINDS.get(plan.workload.sampling, plan.workload.sampling)}")
     if plan.choices:
-        console.print(_choice_table(plan, console.width))
+        _print_choices(console, plan)
     ruled_out: dict[tuple[int, int, str], list[str]] = {}
     for reject in plan.rejected:
         ruled_out.setdefault((reject.p, reject.t, reject.reason), []).append(reject.engine)
@@ -90,28 +88,18 @@ def _recommendation(plan: Plan, best: Choice) -> str:
     return text + (": the model cannot tell which is faster, measure both" if close else "")
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Table:
-    """``rows`` under ``columns``, numbers to the right and the columns ``left`` to the left."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _choice_table(plan: Plan, width: int) -> Table:
+def _print_choices(console: Console, plan: Plan) -> None:
     """The ranking; in a narrow terminal without what can be left out."""
     columns = ["engine", "p", "t", "tok/s", "range", "TPOT ms", "range", "running"]
     columns += ["KV tokens", "idle", "vocabulary", "limited by"]
-    left_out = set() if width >= 110 else {6, 7, 9}
+    left_out = set() if console.width >= 110 else {6, 7, 9}
     if not any(choice.placement.shares_projection for choice in plan.choices):
         left_out.add(10)
     names, *rows = (
         [cell for index, cell in enumerate(row) if index not in left_out]
         for row in (columns, *map(_cells, plan.choices))
     )
-    return _table(names, rows, left=("engine", "vocabulary", "limited by"))
+    console.print(table(names, rows, left=("engine", "vocabulary", "limited by")))
 
 
 def _cells(choice: Choice) -> list[str]:
@@ -135,7 +123,7 @@ def print_assumptions() -> None:
         [name, *(f"{number:g}" for number in numbers), source]
         for name, (*numbers, source) in assumptions().items()
     ]
-    Console(highlight=False).print(_table(columns, rows, left=("input", "source")))
+    Console(highlight=False).print(table(columns, rows, left=("input", "source")))
 
 
 EPILOG = """\
@@ -147,12 +135,15 @@ EPILOG = """\
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/µ]*)\s*")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _BITS = {"": 1.0, "g": 1.0, "gb/s": 1.0, "gbps": 1.0, "gbit/s": 1.0, "t": 1e3, "tb/s": 1e3}
+_BITS |= {"GB/s": 8.0, "TB/s": 8e3}  # bytes
 
 
 def _with_unit(units: dict[str, float]) -> Callable[[str], float]:
     def convert(text: str) -> float:
-        match = _NUMBER.fullmatch(text)
-        return float(match[1]) * units[match[2].lower()] if match else math.nan
+        if (match := _NUMBER.fullmatch(text)) is None:
+            return math.nan
+        unit = match[2]
+        return float(match[1]) * units[unit if unit in units else unit.lower()]
 
     return convert
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Column, Table
 from rich.text import Text
 
-from sipipe.cli.console import Console
+from sipipe.cli.console import Console, table
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.observe.live import Word, find
@@ -136,7 +135,8 @@ def render(found: dict[str, Any]) -> RenderableType:
         if found["drafts"]
         else "",
     )  # fmt: skip
-    stages = _table("stage", Column("device", min_width=BAR), *_figures("busy", "ms", "queue"))
+    stages = table(("stage", "device", "busy", "ms", "queue"), left=("stage", "device"))
+    stages.columns[1].min_width = BAR
     for stage in found["stages"]:
         stages.add_row(
             f"{stage['index']}" + (f".{stage['rank']}" if stage["rank"] else ""),
@@ -149,7 +149,8 @@ def render(found: dict[str, Any]) -> RenderableType:
         )
     parts: list[RenderableType] = [head, Text(), stages, Text()]
     if found["samplers"]:
-        samplers = _table("sampler", *_figures("busy", "sequences/s", "µs/sequence", "queue"))
+        columns = ("sampler", "busy", "sequences/s", "µs/sequence", "queue")
+        samplers = table(columns, left=("sampler",))
         for sampler in found["samplers"]:
             samplers.add_row(
                 str(sampler["index"]),
@@ -160,11 +161,3 @@ def render(found: dict[str, Any]) -> RenderableType:
             )
         parts += [samplers, Text()]
     return Group(*parts, Text("Ctrl-C ends", "dim"))
-
-
-def _table(*columns: Column | str) -> Table:
-    return Table(*columns, box=None, pad_edge=False)
-
-
-def _figures(*names: str) -> list[Column]:
-    return [Column(name, justify="right") for name in names]

@@ -2,16 +2,14 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Column, Table
 
 from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, make_parser
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, tell
 from sipipe.tools.report.accounting import WORKING
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import read_trace
@@ -32,20 +30,22 @@ def main(argv: Sequence[str]) -> int:
 
     report = commands.add_parser("report", help="account for the bubbles; write a page")
     report.set_defaults(run=_report)
-    report.add_argument("directory", metavar="DIR", help="directory of the trace")
     report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
     report.add_argument("--output", "-o", metavar="FILE", help="the page (DIR/report.html)")
     report.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
     most = "most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go"
     adder(report)("--detail", at_least(0, int), DETAIL, "N", most)
-    _window(report)
 
     export = commands.add_parser("export", help="convert a trace for another program")
     export.set_defaults(run=_export)
-    export.add_argument("directory", metavar="DIR", help="directory of the trace")
     file = "Chrome trace JSON for ui.perfetto.dev; compressed if FILE ends in .gz"
     export.add_argument("--perfetto", metavar="FILE", required=True, help=file)
-    _window(export)
+
+    for command in (report, export):
+        command.add_argument("directory", metavar="DIR", help="directory of the trace")
+        for name, word in (("--from", "begin"), ("--to", "end")):
+            text = f"{word} of the part (default: all)"
+            command.add_argument(name, metavar="SECONDS", type=at_least(0), dest=word, help=text)
 
     args = parser.parse_args(argv)
     if args.action is None:
@@ -55,16 +55,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _window(parser: argparse.ArgumentParser) -> None:
-    for name, word in (("from", "begin"), ("to", "end")):
-        part: dict[str, Any] = {"dest": word, "help": f"{word} of the part (default: all)"}
-        parser.add_argument(f"--{name}", metavar="SECONDS", type=at_least(0), **part)
-
-
 def _load(directory: str, args: argparse.Namespace) -> Run:
     trace = read_trace(directory)
     for warning in trace.warnings:
-        print(f"sipipe: {warning}", file=sys.stderr)
+        tell(warning)
     return Run(trace, args.begin, args.end)
 
 

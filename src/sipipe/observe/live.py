@@ -171,15 +171,11 @@ class LivePage:
         """Map the page at :attr:`path` of another process. TraceError: there is none any more, it is
         another user's, or its header is just being written."""
         try:
-            descriptor = open_own(path)
-        except OSError as error:
-            raise TraceError(f"statistics page {path}: {error.strerror}") from None
-        try:
-            return cls(mmap.mmap(descriptor, 0))
+            with os.fdopen(open_own(path), "rb") as file:
+                return cls(mmap.mmap(file.fileno(), 0))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            raise TraceError(f"statistics page {path}: {error}") from None
-        finally:
-            os.close(descriptor)
+            why = error.strerror if isinstance(error, OSError) else error
+            raise TraceError(f"statistics page {path}: {why}") from None
 
     @property
     def path(self) -> str:
@@ -253,14 +249,12 @@ def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
     """The pages of running servers of this user: all, those of a run, or of one process's server.
     ``pid`` may be the executor's or any of its ancestors (the API server's, the shell's child)."""
     found: dict[tuple[int, int], LivePage] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        for page in _pages_of(entry):
+    for process in psutil.pids():
+        for page in _pages_of(process):
             key = (page.header.pid, page.header.created_ns)
             if (
                 key in found
-                or page.header.pid != int(entry.name)
+                or page.header.pid != process
                 or (run is not None and page.header.run != run)
                 or (pid is not None and pid not in _line(page.header.pid))
             ):
@@ -270,11 +264,11 @@ def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
     return sorted(found.values(), key=lambda page: (page.header.created_ns, page.header.pid))
 
 
-def _pages_of(process: Path) -> Iterator[LivePage]:
-    """The pages that the process of a directory of ``/proc`` has open."""
+def _pages_of(process: int) -> Iterator[LivePage]:
+    """The pages that a process has open."""
     links: list[Path] = []
     with contextlib.suppress(OSError):  # another user's, or it has ended
-        links.extend((process / "fd").iterdir())
+        links.extend(Path(f"/proc/{process}/fd").iterdir())
     for link in links:
         # Each for itself: it may have been closed since, or be no page yet.
         with contextlib.suppress(OSError, TraceError):

@@ -201,11 +201,9 @@ class Publisher:
 
         if name not in self._metrics:
             metric, names = METRICS[name], [label for label, _ in labels]
-            self._metrics[name] = (
-                Gauge(name, metric.help, names, multiprocess_mode="livemostrecent")
-                if metric.kind == "gauge"
-                else Counter(name, metric.help, names)
-            )
+            gauge = partial(Gauge, multiprocess_mode="livemostrecent")
+            make: Any = gauge if metric.kind == "gauge" else Counter
+            self._metrics[name] = make(name, metric.help, names)
         return self._metrics[name]
 
     def _run(self) -> None:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from contextlib import suppress
+from typing import Any
 
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.ipc.child import start_child
@@ -48,25 +49,27 @@ def measured(
             env=_DEFAULTS | dict(os.environ),
             start_new_session=True,
         )
+        out: bytes | None = None
         try:
-            # wait: `timeout`; the engine's answer or end
-            out, _ = process.communicate(json.dumps(job).encode(), timeout=timeout)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            raise _failed(f"{side} took more than {timeout:.0f} s", log) from None
+            with suppress(subprocess.TimeoutExpired):
+                # wait: `timeout`; the engine's answer or end
+                out, _ = process.communicate(json.dumps(job).encode(), timeout=timeout)
         finally:
             _end(process)
             kill_group(process.pid)  # what it has left, such as a server that hangs
             control.close()
         log.seek(0)
-        if process.returncode != 0:
-            said = log.read()
-            lines = said.decode(errors="replace").strip().splitlines()
-            if process.returncode == 2 and lines:  # what measure says of a wrong option
-                raise ConfigError(lines[-1])
-            raise _failed(f"{side} failed: {_keep(side, said)}", log)
-    result: dict[str, Any] = json.loads(out)
-    return result
+        said = log.read()
+    if out is not None and process.returncode == 0:
+        result: dict[str, Any] = json.loads(out)
+        return result
+    text = said.decode(errors="replace")
+    if out is not None and process.returncode == 2 and text.strip():  # its word on a wrong option
+        raise ConfigError(text.strip().splitlines()[-1])
+    why = f"took more than {timeout:.0f} s" if out is None else f"failed: {_keep(side, said)}"
+    error = SiPipeError(f"{side} {why}")
+    error.add_note(text[-_NOTED:])
+    raise error
 
 
 def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -92,13 +95,6 @@ def _end_with_all(*_: object) -> None:
     os._exit(143)
 
 
-def _failed(why: str, log: IO[bytes]) -> SiPipeError:
-    error = SiPipeError(why)
-    log.seek(0)
-    error.add_note(log.read().decode(errors="replace")[-_NOTED:])
-    return error
-
-
 def _keep(side: str, log: bytes) -> str:
     """Keep a failed engine's log; its first error, which is the cause, and where the log is."""
     prefix = "sipipe-bench-" + re.sub(r"[^\w.-]+", "-", side)[:60]
@@ -117,7 +113,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             return
         os.killpg(process.pid, number)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)  # wait: 15 s, then SIGKILL and 5 s; the engine's end
-        except subprocess.TimeoutExpired:
-            continue

@@ -82,8 +82,7 @@ def run(job: Job) -> dict[str, Any]:
     began = time.monotonic()
     server, url, log = None, job.url, None
     if job.command:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
@@ -156,8 +155,9 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
             _get(f"{url}/v1/models")
             return
         except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise SiPipeError(f"{url} answers {error}: its key is OPENAI_API_KEY's") from None
+            if server is None or error.code in (401, 403):
+                key = ": its key is OPENAI_API_KEY's" * (error.code in (401, 403))
+                raise SiPipeError(f"{url}/v1/models answers {error}{key}") from None
         except (OSError, http.client.HTTPException):  # no port, or another protocol
             pass
         if server is None:
@@ -214,7 +214,7 @@ _KEPT = re.compile(
 
 def kv_tokens(url: str) -> int | None:
     """How many tokens the server's KV cache holds, by its metrics; None: they do not say."""
-    with suppress(OSError):
+    with suppress(OSError, http.client.HTTPException):
         for line in _get(f"{url}/metrics").splitlines():
             if line.startswith("vllm:cache_config_info{"):
                 names = "block_size", "num_gpu_blocks"
@@ -224,10 +224,12 @@ def kv_tokens(url: str) -> int | None:
 
 
 def memory_mib(pid: int) -> dict[str, int]:
-    """What each process of a tree holds, MiB, a shared page in equal parts."""
+    """What each process of a tree holds, MiB, a shared page in equal parts; of one that ended, nothing."""
     found: Counter[str] = Counter()
-    top = psutil.Process(pid)
-    for process in (top, *top.children(recursive=True)):
+    tree: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        tree = [top := psutil.Process(pid), *top.children(recursive=True)]
+    for process in tree:
         with suppress(psutil.Error):
             words = process.cmdline()
             title = " ".join(words[:1]).split() or [process.name()]  # some give themselves none

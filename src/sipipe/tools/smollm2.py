@@ -54,9 +54,11 @@ def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
     Raises ConfigError: ``target`` holds something. ResourceError: it cannot be written, or the disk
     is too full."""
     parent = target.absolute().parent
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"make-model: {target} is there already; name a new or empty directory")
     try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise ConfigError(
+                f"make-model: {target} is there already; name a new or empty directory"
+            )
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     except OSError as error:

@@ -79,7 +79,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     model["attention"] = facts.attention.kind
     model |= _fields(facts, "vocabulary", "weight_bytes")
     model["kv_bytes_per_token"] = kv_bytes_per_token(facts, workload.kv_element_bytes)
-    limited = not math.isinf(workload.tpot_slo)
     return {
         "model": model,
         "cluster": {
@@ -93,7 +92,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "workload": {
             **_fields(workload, "input", "output"),
-            "tpot_slo": workload.tpot_slo if limited else None,
+            "tpot_slo": None if math.isinf(workload.tpot_slo) else workload.tpot_slo,
             **_fields(workload, "sampling", "max_num_seqs", "max_num_batched_tokens"),
         },
         "choices": [_choice(plan, choice) for choice in plan.choices],

@@ -78,8 +78,7 @@ class Search:
         _RuledOutError: there is none."""
         facts, cluster, ours = self.costs.facts, self.costs.cluster, engine.key == OURS
         per_host, device = cluster.devices_per_host, cluster.device
-        if reason := _indivisible(facts, p, t):
-            raise _RuledOutError(reason)
+        _check_divisible(facts, p, t)
         if ours and per_host % t:
             raise _RuledOutError(
                 f"SiPipe keeps the {t} ranks of a stage on one host, which has {per_host} devices"
@@ -95,53 +94,40 @@ class Search:
             if p > 1 and cluster.hosts == 1 and (device.kind == "cpu" or self.cpu_sampling == "on"):
                 ways[even, share_projection(facts, cut, even, t, device=device.kind)[0]] = None
         asked = self.inflight if ours else None
-        reason, found = "", []
+        reason, found = _RuledOutError(), list[Choice]()
         for layers, projections in ways:
             placement = place(facts.layers, p, t, per_host, layers, projections)
-            memory = self.costs.memory(placement, self.workload.memory_utilization)
-            if lack := _lack(memory, self.workload):
-                reason = lack
-                continue
             for inflight in (asked,) if asked else dict.fromkeys((p, p + int(engine.extra))):
                 try:
-                    found.append(self._predict(engine, placement, cut, memory, inflight))
+                    found.append(self._predict(engine, placement, cut, inflight))
                 except _RuledOutError as error:
-                    reason = str(error)
+                    reason = error
         if not found:
-            raise _RuledOutError(reason)
+            raise reason
         return max(found, key=lambda choice: choice.throughput)
 
     def _run(
-        self,
-        costs: DatasheetCosts,
-        engine: Engine,
-        where: Placement,
-        batch: int,
-        inflight: int,
-        samplers: int,
+        self, engine: Engine, where: Placement, batch: int, inflight: int, samplers: int
     ) -> Iteration:
         """The steady state of ``batch`` sequences; of fewer than microbatches some stay empty."""
         rounds = min(inflight, batch)
         each = self.workload.microbatch(math.ceil(batch / rounds))
-        return iterate(costs, engine, where, each, inflight=rounds, samplers=samplers)
+        return iterate(self.costs, engine, where, each, inflight=rounds, samplers=samplers)
 
     def _predict(
-        self,
-        engine: Engine,
-        placement: Placement,
-        cut: tuple[int, ...],
-        memory: Memory,
-        inflight: int,
+        self, engine: Engine, placement: Placement, cut: tuple[int, ...], inflight: int
     ) -> Choice:
         """The best number of running sequences for one engine and placement: the largest within the
         caps, or a smaller one, as whole sequences per sampler core and experts make small steps.
         Raises _RuledOutError: there is none within the budget."""
         costs, workload, facts = self.costs, self.workload, self.costs.facts
+        memory = costs.memory(placement, workload.memory_utilization)
+        _check_fits(memory, workload)
         p, t = placement.p, placement.t
         cores = self.samplers or costs.cluster.sampler_cores
 
         def run(batch: int, samplers: int = cores) -> Iteration:
-            return self._run(costs, engine, placement, batch, inflight, samplers)
+            return self._run(engine, placement, batch, inflight, samplers)
 
         least, cap, why = 1, *_batch_cap(memory, workload, inflight)
         if workload.fixed_batch is not None:
@@ -204,7 +190,8 @@ class Search:
         else:
             engine = dataclasses.replace(engine, uneven=choice.engine.uneven)
         where, inflight, samplers = choice.placement, choice.inflight, choice.samplers
-        delays = [self._run(costs, engine, where, n, inflight, samplers).delay for n in batches]
+        there = dataclasses.replace(self, costs=costs)
+        delays = [there._run(engine, where, n, inflight, samplers).delay for n in batches]
         rates = [batch / seconds for batch, seconds in zip(batches, delays, strict=True)]
         if case == "quickest":
             return End(max(rates), min(delays), tokens)
@@ -222,25 +209,26 @@ class Search:
         return Gain(stated, ratio("slowest", "quickest"), ratio("quickest", "slowest"))
 
 
-def _indivisible(facts: ModelFacts, p: int, t: int) -> str:
-    """Why the model cannot be cut this way; empty if it can."""
+def _check_divisible(facts: ModelFacts, p: int, t: int) -> None:
+    """Raises _RuledOutError: the model cannot be cut this way."""
     attention, kv = facts.attention, facts.attention.kv_heads
     if p > facts.layers:
-        return f"{p} stages for {facts.layers} layers"
+        raise _RuledOutError(f"{p} stages for {facts.layers} layers")
     if attention.heads % t:
-        return f"{attention.heads} attention heads do not divide by t = {t}"
+        raise _RuledOutError(f"{attention.heads} attention heads do not divide by t = {t}")
     if attention.kind == "gqa" and kv % t and t % kv:
-        return f"{kv} KV heads and t = {t}: neither divides the other"
+        raise _RuledOutError(f"{kv} KV heads and t = {t}: neither divides the other")
     if facts.intermediate % (t * facts.block):
         block = f" into whole blocks of {facts.block}" if facts.block > 1 else ""
-        return f"feed-forward width {facts.intermediate} does not divide by t = {t}{block}"
-    return ""
+        raise _RuledOutError(
+            f"feed-forward width {facts.intermediate} does not divide by t = {t}{block}"
+        )
 
 
-def _lack(memory: Memory, workload: Workload) -> str:
-    """What keeps a single sequence from fitting; empty if it fits."""
+def _check_fits(memory: Memory, workload: Workload) -> None:
+    """Raises _RuledOutError: what keeps a single sequence from fitting."""
     if memory.short:
-        return (
+        raise _RuledOutError(
             f"does not fit: stage {memory.stage} needs "
             f"{(memory.weights + memory.workspace) / 1e9:.1f} GB a device for weights and "
             f"workspace, {memory.short / 1e9:.1f} GB more than the "
@@ -248,10 +236,9 @@ def _lack(memory: Memory, workload: Workload) -> str:
         )
     holds = f"KV cache holds {memory.kv_tokens:,} tokens,"
     if memory.kv_tokens < workload.longest:
-        return f"{holds} one sequence of {workload.longest:,} does not fit"
+        raise _RuledOutError(f"{holds} one sequence of {workload.longest:,} does not fit")
     if memory.kv_tokens < workload.min_kv_tokens:
-        return f"{holds} under --min-kv-tokens {workload.min_kv_tokens:,}"
-    return ""
+        raise _RuledOutError(f"{holds} under --min-kv-tokens {workload.min_kv_tokens:,}")
 
 
 def _batch_cap(memory: Memory, workload: Workload, inflight: int) -> tuple[int, str]:

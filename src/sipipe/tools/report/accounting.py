@@ -8,7 +8,7 @@ the parts of a stage add up to the wall time exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -27,8 +27,6 @@ NEVER = np.iinfo(np.int64).min
 class Intervals:
     """Half-open intervals [start, end); they may overlap or be empty. Both arrays are sorted on
     their own: an instant is in as many intervals as have started less those that have ended."""
-
-    __slots__ = ("ends", "starts")
 
     def __init__(self, starts: npt.ArrayLike, ends: npt.ArrayLike) -> None:
         """No interval may end before it starts."""
@@ -58,8 +56,6 @@ class Intervals:
 
 class ByIteration:
     """One value per iteration, looked up for many iterations at once."""
-
-    __slots__ = ("iterations", "values")
 
     def __init__(self, iterations: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Where an iteration has several values, the largest counts: of times, the latest."""
@@ -97,6 +93,8 @@ class Pipeline:
     def __init__(self, trace: Trace) -> None:
         executor, stages = trace.executor, trace.of("stage")
         drained = stages[-1].phase(*DEVICE_PHASES, Phase.SAMPLE)
+        self.stages = {(p.header.index, p.header.rank): p for p in stages}
+        """By index and rank."""
         self.limit = trace.inflight
         if executor is not None and len(executor.phase(Phase.DISPATCH)):
             self.dispatched = ByIteration.of(executor.phase(Phase.DISPATCH), "end_ns")
@@ -128,14 +126,6 @@ class Pipeline:
         begins, ends = left[:-1], entered[1:]
         long = ends - begins >= PAUSE_NS
         return Intervals(begins[long], ends[long])
-
-    @property
-    def changes(self) -> list[Array]:
-        """All instants at which an answer of this object may change."""
-        return [
-            self.flying.starts, self.flying.ends, self.at_work.starts, self.at_work.ends,
-            self.dispatched.values, self.idle.starts, self.idle.ends,
-        ]  # fmt: skip
 
 
 BUBBLES = ("load_imbalance", "intra_stage", "inter_stage", "unscheduled")
@@ -193,10 +183,8 @@ class StageAccount:
     @property
     def by_kind(self) -> tuple[int, ...]:
         """Nanoseconds by kind, in the order of ``KINDS``."""
-        sums = [0] * len(KINDS)
-        for kind, spent in zip(KIND_OF, self.by_cause, strict=True):
-            sums[kind] += spent
-        return tuple(sums)
+        by_cause = list(zip(Cause, self.by_cause, strict=True))
+        return tuple(sum(ns for cause, ns in by_cause if cause.kind == kind) for kind in KINDS)
 
 
 def shares(spent: Sequence[int]) -> dict[str, float]:
@@ -216,18 +204,11 @@ def account(trace: Trace, window: tuple[int, int] | None = None) -> tuple[StageA
     ns (None: the trace's)."""
     start, end = window or trace.window()
     pipeline = Pipeline(trace)
-    stages = {(p.header.index, p.header.rank): p for p in trace.of("stage")}
-    return tuple(_stage(process, stages, pipeline, start, end) for process in stages.values())
+    return tuple(_stage(process, pipeline, start, end) for process in pipeline.stages.values())
 
 
-def _stage(
-    process: ProcessTrace,
-    stages: Mapping[tuple[int, int], ProcessTrace],
-    pipeline: Pipeline,
-    start: int,
-    end: int,
-) -> StageAccount:
-    index, rank = process.header.index, process.header.rank
+def _stage(process: ProcessTrace, pipeline: Pipeline, start: int, end: int) -> StageAccount:
+    index, rank, stages = process.header.index, process.header.rank, pipeline.stages
     device = process.phase(*DEVICE_PHASES)
     busy, sampling, sending, preparing = unions = [
         Intervals.of(process.phase(*phases))
@@ -240,7 +221,9 @@ def _stage(
     last = max(stages)
     final_made, final_sent = _handed_on(stages[last] if index < last[0] else None)
 
-    marks = [np.array([start, end]), *pipeline.changes]
+    # Every instant at which one of the answers below may change.
+    unions += [pipeline.flying, pipeline.at_work, pipeline.idle]
+    marks = [np.array([start, end]), pipeline.dispatched.values]
     marks += [edge for union in unions for edge in (union.starts, union.ends)]
     waits = (awaited.begun, awaited.ended, hidden.begun, hidden.ended)
     marks += [times.values for times in (*waits, made, sent, final_made, final_sent)]

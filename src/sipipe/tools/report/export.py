@@ -25,11 +25,8 @@ def write_perfetto(run: Run, path: Path) -> int:
     """
     count = 0
     try:
-        with (
-            gzip.open(path, "wt", 3, "ascii")
-            if path.suffix == ".gz"
-            else path.open("w", encoding="ascii") as file
-        ):
+        gz = path.suffix == ".gz"
+        with gzip.open(path, "wt", 3, "ascii") if gz else path.open("w", encoding="ascii") as file:
             before = '{"displayTimeUnit":"ms","traceEvents":[\n'
             for event in _events(run):
                 count += event["ph"] == "X"

@@ -130,10 +130,9 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     if len(kept) < len(found):
         warnings.append(f"{directory}: {len(found) - len(kept)} files of earlier runs left out")
     reference = next((h for h, _ in kept if h.role == "executor"), kept[0][0])
-    parts: dict[bytes, list[tuple[Header, Records]]] = {}
+    parts: dict[Header, list[tuple[Header, Records]]] = {}
     for header, records in sorted(kept, key=lambda one: one[0].since_ns):
-        whose = msgspec.json.encode(msgspec.structs.replace(header, since_ns=0))
-        parts.setdefault(whose, []).append((header, records))
+        parts.setdefault(msgspec.structs.replace(header, since_ns=0), []).append((header, records))
     processes = [_process(files, reference) for files in parts.values()]
     if any(p.since_ns for p in processes):
         warnings.append(f"{directory}: the begin gave way to newer records (trace_limit)")

@@ -14,22 +14,18 @@ Window = tuple[int, int]
 QUANTILES = (50, 90, 99)
 
 
-def iteration_times(pipeline: Pipeline, window: Window) -> Floats:
-    """Milliseconds between the ends of successive iterations, pauses left out."""
-    return _steps(pipeline.left.values, pipeline.pauses(), window)
-
-
 def tpot(trace: Trace, pipeline: Pipeline, window: Window) -> Floats:
     """Time per output token in ms: from one iteration of a slot to the slot's next, without pauses."""
     left, pauses = pipeline.left, pipeline.pauses()
     # The executor knows the slot of every iteration; without its file, the first stage does.
     recorded = [p.records for p in (*trace.of("executor"), *trace.of("stage")) if len(p.records)]
     slots = ByIteration.of(recorded[0], "slot").at(left.iterations, missing=0)
-    found = [_steps(left.values[slots == slot], pauses, window) for slot in np.unique(slots)]
+    found = [steps(left.values[slots == slot], pauses, window) for slot in np.unique(slots)]
     return np.concatenate([np.zeros(0), *found])
 
 
-def _steps(ends: Array, pauses: Intervals, window: Window) -> Floats:
+def steps(ends: Array, pauses: Intervals, window: Window) -> Floats:
+    """Milliseconds between the successive ends that lie in the window, pauses left out."""
     ends = np.sort(ends[(ends >= window[0]) & (ends <= window[1])])
     # A step that begins before a pause and ends after it waited for requests, not for SiPipe.
     before = np.searchsorted(pauses.starts, ends, side="left")

@@ -31,7 +31,7 @@ class Run:
         self.account = account(trace, self.window)
         pipeline = Pipeline(trace)
         self._ends = pipeline.left.values
-        self.iteration_ms = statistics.iteration_times(pipeline, self.window)
+        self.iteration_ms = statistics.steps(self._ends, pipeline.pauses(), self.window)
         self.tpot_ms = statistics.tpot(trace, pipeline, self.window)
 
     @cached_property
