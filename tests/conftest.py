@@ -19,7 +19,12 @@ SHARING = ("features", "parity", "sudden_end")
 """Of tests/engine: they take turns with the same engines (:func:`tests.engine.engines.run_engine`),
 and those that end them come last."""
 
-WHOLE = ("tests/engine/test_layers.py", "tests/sampler/test_processes.py")
+WHOLE = (
+    "tests/engine/test_layers.py",
+    "tests/engine/scheduling/test_blocks.py",
+    "tests/engine/scheduling/test_scheduler.py",
+    "tests/sampler/test_processes.py",
+)
 """Start no engine; what their tests share takes seconds, and would be made in both processes."""
 
 
@@ -49,7 +54,8 @@ def _engines() -> dict[str, bool]:
         str(file.relative_to(root.parent)): it for file, it in zip(started, shared, strict=True)
     }
     first = {name: True for name, it in last.items() if it}
-    return first | {"tests/test_newer_vllm.py": False} | last | dict.fromkeys(WHOLE, False)
+    alone = ("tests/test_newer_vllm.py", "tests/test_tutorial.py")
+    return first | dict.fromkeys(alone, False) | last | dict.fromkeys(WHOLE, False)
 
 
 ENGINES = _engines()

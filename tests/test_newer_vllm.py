@@ -7,6 +7,7 @@ The tests are those of the other files, in a pytest of their own whose PYTHONPAT
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,15 @@ def newer():
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     try:
-        return script.make()
+        made = script.make()
     except script.UnavailableError as error:
         pytest.skip(str(error))
+    command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
+    said = subprocess.run(
+        command, env=environment(made), stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert said.stdout.startswith(script.VERSION)
+    return made
 
 
 def environment(newer: Path) -> dict[str, str]:
@@ -71,6 +78,7 @@ def run(newer: Path, *arguments: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-20_000:]
+    assert re.search(r"\d passed", done.stdout), done.stdout[-2_000:]
 
 
 @pytest.mark.timeout(1200)  # with the download

@@ -55,7 +55,7 @@ if __name__ == "__main__":
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     if "--log" in sys.argv:  # a closed terminal, from here on
         os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-    supervise.GRACE = 60.0 if "--patient" in sys.argv else 0.5
+    supervise.GRACE = 3600.0 if "--patient" in sys.argv else 0.5
     supervise.FIRST_BREAK = 0.01
     code = CODE.replace("{path!r}", repr(sys.path)) + SERVERS[name]
     supervise.SERVER = ("-c", code, marker)

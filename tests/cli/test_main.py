@@ -13,6 +13,7 @@ import pytest
 import sipipe
 from sipipe.cli import COMMANDS, main
 from sipipe.cli.supervise import SERVER
+from sipipe.sampler.warmup import DTYPES
 from sipipe.tools import smollm2
 
 SOURCE = Path(sipipe.__file__).parent
@@ -170,7 +171,10 @@ def test_a_missing_vllm_is_said_in_one_line(capsys, monkeypatch, command):
 
 
 def test_warm_fills_the_kernel_cache(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sipipe.sampler.warmup.warm_up", lambda dtypes: None)
-    monkeypatch.setattr("sipipe.worker.inputs.kernels.warm_up", lambda: None)
+    asked = []
+    monkeypatch.setattr("sipipe.sampler.warmup.warm_up", asked.extend)
+    monkeypatch.setattr("sipipe.sampler.drafts.warm_up_ngrams", lambda: asked.append("drafts"))
+    monkeypatch.setattr("sipipe.worker.inputs.kernels.warm_up", lambda: asked.append("inputs"))
     assert main(["warm"]) == 0
+    assert asked == [*DTYPES, "drafts", "inputs"]
     assert "done after" in capsys.readouterr().out

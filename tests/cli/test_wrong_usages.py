@@ -92,7 +92,11 @@ def door(request, models, tmp_path_factory):
             program.kill()
             program.close()
         assert result.exists(), log.seek(0) or log.read()[-3000:]
-    return name, json.loads(result.read_text())
+    said = json.loads(result.read_text())
+    assert said.keys() == {
+        wrong.line for wrong in USAGES if wrong.line in few and name in wrong.doors
+    }
+    return name, said
 
 
 NOT_OURS = re.compile(

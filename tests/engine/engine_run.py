@@ -85,16 +85,19 @@ def run(llm, batch):
 
 def run_and_abort(engine, batch):
     """``batch["aborts"]``: the engine's step after which each request is aborted, or -1. None
-    stands for a request that was."""
-    done, step = {}, 0
+    stands for a request that was, before its end; nothing is heard of it any more."""
+    done, gone, step = {}, set(), 0
     for i, (said, params) in enumerate(zip(batch["prompts"], batch["params"], strict=True)):
         engine.add_request(str(i), prompt(said), sampling_params(params))
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
         step += 1
-        engine.abort_request([str(i) for i, at in enumerate(batch["aborts"]) if at == step])
-    aborted = [at >= 0 for at in batch["aborts"]]
-    return [None if out else request(done[str(i)]) for i, out in enumerate(aborted)]
+        now = {str(i) for i, at in enumerate(batch["aborts"]) if at == step} - done.keys()
+        engine.abort_request([*now])
+        gone |= now
+    assert not gone & done.keys(), gone
+    every = map(str, range(len(batch["prompts"])))
+    return [None if name in gone else request(done[name]) for name in every]
 
 
 def prompt(said):

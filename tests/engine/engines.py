@@ -195,7 +195,8 @@ def crowded() -> dict:
     """The settings of one engine for all that is in the way: stages of 1 and 3 layers (of 4), 24
     blocks of KV cache, so that requests are preempted, blocks that requests share, adapters."""
     small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-    return shared(2, layers=[1, 3]) | small | {"enable_lora": True, "max_lora_rank": 8}
+    small |= {"enable_lora": True, "max_lora_rank": 8, "disable_log_stats": False}
+    return shared(2, layers=[1, 3]) | small
 
 
 def take_engine(model_path, *, sipipe=None, env=None, **engine) -> Engine:

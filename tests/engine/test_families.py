@@ -13,7 +13,6 @@ from tests.engine import tiny_models
 from tests.engine.engines import (
     Engine,
     assert_stock,
-    greedy,
     model,
     prompts,
     run_engine,
@@ -186,21 +185,3 @@ def test_seeded_chunked_prompts_and_eager_stages_end_stocks_engine_only(models, 
         engine.submit([batch])
         engine.wait_for(why)
     assert all(tokens(run_engine(path, [batch], **shared(stages))[0]))
-
-
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_what_survives_a_storm_of_aborts_equals_stock(models, count):
-    path, rng = model(models, "qwen2"), random.Random(count)
-    params = [asked | {"detokenize": False} for asked in greedy(count, longest=40)]
-    batch = {"prompts": prompts(count, longest=150, seed=21), "params": params}
-    aborts = [rng.randint(1, count) if rng.random() < 0.6 else -1 for _ in range(count)]
-    settings = shared(2, layers=[1, 3]) | SMALL
-    found = run_engine(path, [{**batch, "aborts": aborts}, batch], **settings)
-
-    def survivors_same(found, stock):
-        for said in found:
-            for ours, theirs in zip(said, stock[0], strict=True):
-                assert ours is None or tokens([ours]) == tokens([theirs])
-
-    assert_stock(found, path, [batch], survivors_same)
-    assert sum(said is not None for said in found[0]) == aborts.count(-1)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -115,24 +116,6 @@ def same_logprobs(ours, theirs):
                 assert a[token] == [pytest.approx(value, abs=1e-3), pytest.approx(rank, rel=1e-3)]
 
 
-def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):
-    path = model(models)
-    asked = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 1234, "max_tokens": 16}
-    asked |= PENALTIES | {"ignore_eos": True}
-    prompt = prompts(1, seed=42)[0]
-    others = [{"temperature": 1.0, "max_tokens": 20, "ignore_eos": True} for _ in range(32)]
-    batches = [
-        {"prompts": [prompt], "params": [asked]},
-        {"prompts": [*prompts(32), prompt], "params": [*others, asked]},
-    ]
-    drawn = []
-    for stages in (1, 2):  # as many samplers
-        alone, crowd = run_engine(path, batches, **shared(stages))
-        drawn += [tokens(alone)[-1], tokens(crowd)[-1]]
-    assert drawn.count(drawn[0]) == 4
-    assert len(set(drawn[0])) > 4
-
-
 @pytest.mark.slow
 def test_the_engines_seed_decides_unseeded_requests(models):
     """Two starts, the same requests in the same order: the same tokens, of any two requests others."""
@@ -206,11 +189,31 @@ def test_preemption_prefix_caching_and_several_sequences_per_request(models):
     """Growing sequences are preempted and resumed; a seed's tokens are the same all the same."""
     path, batches = model(models, "qwen2"), crowding()
     several = {"prompts": batches[2]["prompts"], "params": [{"n": 3, "max_tokens": 8}] * 4}
-    said = run_engine(path, [*batches, several], **crowded())
+    preempted = {"metrics": "vllm:num_preemptions"}
+    *said, counted = run_engine(path, [*batches, several, preempted], **crowded())
+    assert sum(counted.values())
+    assert any(request["cached"] for request in said[2])
     assert_stock(said[:1], path, batches[:1])
     assert tokens(said[1])[::2] == tokens(said[1])[1::2]
     assert tokens(said[2]) == tokens(said[1])[8:0:-2]
     assert all(len(request["outputs"]) == 3 for request in said[3])
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_what_survives_a_storm_of_aborts_equals_stock(models, count):
+    path, rng = model(models, "qwen2"), random.Random(count)
+    params = [asked | {"detokenize": False} for asked in greedy(count, longest=40)]
+    batch = {"prompts": prompts(count, longest=150, seed=21), "params": params}
+    aborts = [rng.randint(1, count) if rng.random() < 0.6 else -1 for _ in range(count)]
+    found = run_engine(path, [{**batch, "aborts": aborts}, batch], **crowded())
+
+    def survivors_same(found, stock):
+        for said in found:
+            for ours, theirs in zip(said, stock[0], strict=True):
+                assert ours is None or tokens([ours]) == tokens([theirs])
+
+    assert_stock(found, path, [batch], survivors_same)
+    assert count // 8 < found[0].count(None) <= count - aborts.count(-1)
 
 
 @pytest.mark.parametrize(

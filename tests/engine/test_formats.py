@@ -98,12 +98,8 @@ def test_quantised_weights_equal_stock(models, method):
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("llama", {"kv_cache_dtype": "fp8"}), ("qwen3-moe", {"enable_expert_parallel": True})],
-)
-def test_a_cache_of_fp8_and_expert_parallelism_equal_stock(models, family, options):
-    path = model(models, family)
+def test_a_cache_of_fp8_equals_stock(models):
+    path, options = model(models), {"kv_cache_dtype": "fp8"}
     said = run_engine(path, one_by_one(), **shared(2), **options)
     assert_stock(said, path, one_by_one(), **options)
 

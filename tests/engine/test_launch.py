@@ -31,7 +31,7 @@ from sipipe.engine import arguments, checkpoint, kv_memory, launch, plugin, setu
 from sipipe.engine.executor import Executor
 from sipipe.engine.memory_budget import memory_budget
 from sipipe.engine.setup import PipelineVllmConfig, decide
-from sipipe.errors import ConfigError, ResourceError, UnsupportedError, tell
+from sipipe.errors import ConfigError, ResourceError, tell
 from sipipe.ipc import memory
 
 
@@ -80,21 +80,6 @@ def test_models_of_several_parts_can_make_configurations_of_ours(model):
     made = config.with_hf_config(config.model_config.hf_config)
     assert type(made) is PipelineVllmConfig
     assert (made.replicas, made.ahead, made.max_concurrent_batches) == (2, 1, 4)
-
-
-def test_what_needs_kernels_is_refused_where_there_are_none(model):
-    if not arguments.current_platform.is_cpu():
-        pytest.skip("a CUDA build of vLLM")
-    with pytest.raises(UnsupportedError, match=r"--return-sampling-mask.*Triton") as error:
-        config_of(
-            model,
-            "--max-model-len",
-            "256",
-            "--return-sampling-mask",
-            "--logprobs-mode",
-            "processed_logprobs",
-        )
-    assert "\n" not in str(error.value)
 
 
 WRONG = {
@@ -372,21 +357,6 @@ def test_vllms_own_refusals_are_one_line(model):
     assert "attention heads" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-sc", '{"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'],
-        ["-sc", '{"method": "eagle3", "model": "no/eagle", "num_speculative_tokens": 3}'],
-        ["-sc", '{"method": "mtp", "num_speculative_tokens": 1}'],
-        ["-sc", '{"model": "no/draft", "num_speculative_tokens": 3}'],
-        ["--spec-method", "eagle", "--spec-model", "no/eagle", "--spec-tokens", "3"],
-    ],
-)
-def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model, words):
-    with pytest.raises(UnsupportedError, match=r"^--speculative-config"):
-        config_of(model, *words, "--max-model-len", "256")
-
-
 @pytest.mark.parametrize("words", [["-sc", '{"method": "ngram"}'], ["--spec-method", "ngram"]])
 def test_drafts_by_prompt_lookup_need_no_further_word(model, words, monkeypatch):
     monkeypatch.setattr("sipipe.engine.plugin.take_every_parameter", lambda: None)  # for good
@@ -524,14 +494,11 @@ PORT = "the port that the test holds"
 
 @pytest.mark.parametrize("command", ["serve", "generate", "bench"])
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "said"),  # of each kind one: all are in tests/cli/wrong_usages.py
     [
         (["--pp", "99"], "--pp 99: the model has 4 layers"),
         (["--pp", "two"], "--pp: must be a whole number of 1 or more"),
-        (["--additional-config", "{bad"], "must be a JSON object"),
         (["--max-model-length", "9"], "did you mean --max-model-len?"),
-        (["--sampler", "2"], "did you mean --samplers?"),
-        (["--max-model-len", "many"], "--max-model-len: invalid"),
         (["--max-model-len", "9999999"], "max_model_len"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -193,7 +193,8 @@ def main():
     for row in rows:
         for why in row.pop("why", ()):
             print(f"{row['kind']}: {why}")
-    print(f"SUMS {json.dumps(sums)}")
+    put_in = {"kinds": sum(bool(row["injected"]) for row in rows)}
+    print(f"SUMS {json.dumps(sums | put_in)}")
     if options.keep:
         if options.only:  # the others' rows stay
             others = {row["kind"]: row for row in kept["rows"]}

@@ -14,12 +14,9 @@ from tests.faults.suite import BAD, BEGIN, END, KEPT, STREAMS, page
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 FEW = (
-    "a sampler that draws is killed",
     "a sampler is killed at each step of its restart",
-    "a busy worker is killed",
     "a worker is killed while the engine starts (vLLM's sampler)",
-    "a busy engine is killed",
-    "a sampler is stopped for ever",
+    "a worker is stopped for ever",
     "a worker is killed amid a product",
     "a sampler that draws is killed amid aborts",
     "a sampler is killed, KV blocks fail and are computed",
@@ -36,7 +33,7 @@ def test_a_few_faults_end_well(tmp_path):
     asked[-1]["unread"] = True
     scenarios = ["--scenarios", json.dumps(asked), "--parallel", "3"]
     sums = run(tmp_path / "log", "__main__.py", scenarios)
-    assert sums["injected"] >= len(FEW)
+    assert sums["kinds"] == len(FEW), "each had its fault"
     assert not any(sums[key] for key in BAD), (tmp_path / "log").read_text()[-6000:]
 
 
@@ -55,7 +52,7 @@ def run(log, file, arguments):
     with log.open("w") as out:
         rig = Forked(KEPT / file, arguments, env=dict(os.environ), out=out)
         try:
-            rig.wait(300)
+            rig.wait(570)  # less than pytest's own
         finally:
             rig.kill()
     return json.loads(re.search(r"^SUMS (.*)$", log.read_text(), re.MULTILINE)[1])

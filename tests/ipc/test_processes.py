@@ -1,7 +1,6 @@
 """Real processes: many messages, with random kills of readers."""
 
 import contextlib
-import os
 import random
 import signal
 import time
@@ -60,21 +59,14 @@ def stress(messages, kills, readers):
     assert len(killed) == kills
 
 
-def shm_entries():
-    return {name for name in os.listdir("/dev/shm") if "sipipe" in name}
-
-
 def test_random_messages_delays_and_kills():
-    before = shm_entries()
     stress(5_000, 3, 3)
-    assert shm_entries() <= before
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_200_000_messages():
     stress(200_000, 40, 3)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("sipipe-")]
 
 
 def test_a_reader_that_is_stopped_is_named():

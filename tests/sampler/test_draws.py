@@ -61,6 +61,13 @@ def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
     return float(stats.chisquare(o, e * o.sum() / e.sum()).pvalue)
 
 
+SHAPES = [
+    "flat",
+    "zipf",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("peaked", "tied")),
+]
+
+
 def check(x: np.ndarray, strategy: str, count: int, **options: object) -> None:
     params = SequenceParams(**STRATEGIES[strategy])
     exact = from_bfloat16(x) if x.dtype == np.uint16 else x
@@ -79,7 +86,7 @@ def test_frequencies(strategy: str, shape: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_frequencies_at_a_large_vocabulary(strategy: str, shape: str) -> None:
     check(logits(shape, 200_000), strategy, 1024, seed=7)
 
@@ -126,7 +133,7 @@ def test_a_small_top_p_keeps_what_it_should(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("top_k", [6_500, 100_000, 199_999])
-@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_frequencies_of_a_large_top_k(shape: str, top_k: int) -> None:
     x = logits(shape, 200_000)
     probabilities = naive.softmax(naive.processed_logits(x, SequenceParams(top_k=top_k)))

@@ -1,5 +1,7 @@
 """PipelineScheduler in a real engine on vLLM's own executor: the greedy tokens of stock."""
 
+import os
+
 import pytest
 from tests.engine.engines import assert_stock, greedy, model, prompts, run_engine
 
@@ -14,12 +16,13 @@ def test_greedy_tokens_are_those_of_stock(models):
             "params": greedy(64, shortest=2, longest=40, seed=5),
         }
     ]
+    cores = sorted(os.sched_getaffinity(0))[:2]
     # Not eager: vLLM's own executor has no buffers for hidden states then.
     options = {"enforce_eager": False, "max_num_batched_tokens": 256, "max_num_seqs": 48}
     found = run_engine(
         path,
         batches,
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        env={"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))},
         pipeline_parallel_size=2,
         distributed_executor_backend="mp",
         scheduler_cls="sipipe.engine.scheduling.scheduler.PipelineScheduler",
@@ -39,14 +42,17 @@ def test_asynchronous_scheduling_is_an_option_that_changes_no_token(models, ahea
             "params": greedy(40, shortest=1, longest=40, seed=6),
         }
     ]
-    # A cache of 60 blocks: requests are preempted, also such as are scheduled ahead.
-    options = {"max_num_seqs": 24, "num_gpu_blocks_override": 60, "enable_prefix_caching": False}
-    found = run_engine(
+    # A small cache: requests are preempted, also such as are scheduled ahead.
+    options = {"max_num_seqs": 24, "block_size": 32, "num_gpu_blocks_override": 24}
+    *found, counted = run_engine(
         path,
-        batches,
+        [*batches, {"metrics": "vllm:num_preemptions"}],
+        disable_log_stats=False,
+        enable_prefix_caching=False,
         pipeline_parallel_size=2,
         distributed_executor_backend="sipipe.Executor",
         async_scheduling=ahead,
         **options,
     )
+    assert sum(counted.values())
     assert_stock(found, path, batches, max_num_seqs=24)
