@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sipipe.engine.balance import PAYS, TOLERATED, Balancer
+from sipipe.engine.balance import MOVABLE, PAYS, TOLERATED, Balancer
 from sipipe.messages.params import SequenceParams
 
 KINDS = [
@@ -23,6 +23,10 @@ class Member:
     cost: float
     sampler: int = 0
     left: int = 0
+    length: int = MOVABLE
+
+    def __len__(self):
+        return self.length
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8), st.integers(0, 80))
@@ -41,6 +45,14 @@ def test_work_gets_even_within_one_sequence_and_then_nothing_moves(seed, sampler
     theirs = [member.cost for member in members if member.sampler == loads.index(busiest)]
     lightest = min(theirs, default=0.0)
     assert busiest - min(loads) <= max(TOLERATED * busiest, lightest / PAYS) * (1 + 1e-9)
+
+
+def test_a_long_sequence_stays_where_it_is():
+    """Its tokens would fill BIC-I, for whose readers nobody that brings tokens may wait."""
+    balancer = Balancer(2, vocab_size=128_256)
+    members = [Member(1.0, length=MOVABLE + 1), Member(1.0, length=MOVABLE), Member(0.1)]
+    assert balancer.move(members) == 1
+    assert [member.sampler for member in members] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(("samplers", "most"), [(2, 1.03), (4, 1.07), (8, 1.16)])

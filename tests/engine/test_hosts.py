@@ -308,6 +308,31 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
 
 
+OWN_CODE = """
+from transformers import LlamaConfig
+
+class OwnConfig(LlamaConfig):
+    model_type = "of_its_own"
+"""
+
+
+@pytest.mark.slow
+def test_a_configuration_of_the_models_own_code_crosses(serve, models, tmp_path):
+    """vLLM sends such a class by value: it is another one than the class that a host imports."""
+    copy = tmp_path / "of-its-own"
+    shutil.copytree(model(models), copy)
+    (copy / "configuration_own.py").write_text(OWN_CODE)
+    config = json.loads((copy / "config.json").read_text())
+    config |= {
+        "model_type": "of_its_own",
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    served = serve("-pp", "2", "--trust-remote-code", path=copy)
+    served.wait_served()
+    assert_stock(served.run(mixed_batches()), model(models), mixed_batches())
+
+
 @pytest.mark.slow
 def test_caches_come_and_go_on_two_hosts(serve, models, tmp_path):
     """Each host's stage stores its layers, and loads them when the same prompts come again."""

@@ -134,7 +134,7 @@ def test_a_worker_whose_cores_are_of_several_numa_nodes_is_named(model, monkeypa
     )
     for nodes, named in ((1, 0), (2, 1)):
         cores = [Core((cpu,), index * nodes // len(cpus)) for index, cpu in enumerate(cpus)]
-        monkeypatch.setattr(kv_memory, "this_machine", lambda cores=cores: cores)
+        monkeypatch.setattr(kv_memory, "this_machine", lambda most, cores=cores: cores)
         assert sum("several NUMA nodes" in line for line in both.describe()) == named
 
 

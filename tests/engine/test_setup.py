@@ -12,7 +12,7 @@ from vllm.config import ParallelConfig
 from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
-from sipipe.config import SiPipeConfig
+from sipipe.config import CorePlacement, SiPipeConfig
 from sipipe.engine import executor, opening, setup
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.errors import ConfigError
@@ -218,16 +218,28 @@ def test_where_vllms_sampler_draws_nothing_is_shared():
     assert made.path == "sipipe"
 
 
-@pytest.mark.parametrize(("name", "bound"), [("EngineCore", True), ("ForkPoolWorker-1", False)])
-def test_a_users_process_is_not_bound(monkeypatch, name, bound):
+PLACED = CorePlacement(scheduler=(0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "shared", "bound"),
+    [
+        ("EngineCore", "auto", False, True),
+        ("EngineCore", "auto", True, False),
+        ("EngineCore", PLACED, True, True),  # where its user wants it, beside others too
+        ("ForkPoolWorker-1", PLACED, False, False),
+    ],
+)
+def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
     fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
-    cores = SimpleNamespace(scheduler=(0,), shared=False)
-    done = []
+    cores = SimpleNamespace(scheduler=(0,), shared=shared)
+    config, done = SiPipeConfig(cores=asked), []
     monkeypatch.setattr(multiprocessing.current_process(), "name", name)
     monkeypatch.setattr(setup, "run_soon", lambda: done.append("soon"))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: done.append(cpus))
-    setup.Setup(**fields | {"cores": cores}).bind_scheduler()
-    assert done == ["soon", (0,)] * bound
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *given: done.append(given))
+    setup.Setup(**fields | {"cores": cores, "config": config}).bind_scheduler(77)
+    of_ours = ["soon"] * (name == "EngineCore")
+    assert done == of_ours + [(0, (0,)), (77, (0,))] * bound
 
 
 def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():

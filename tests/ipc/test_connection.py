@@ -132,6 +132,14 @@ def test_what_was_sent_before_the_end_is_received(ends):
         listening.send(b"x")
 
 
+def test_a_bound_may_be_years(ends):
+    first, second = ends
+    later = threading.Timer(0.2, first.send, [b"at last"])
+    later.start()
+    assert bytes(second.receive(1e9)[0]) == b"at last"
+    later.join()
+
+
 def test_interrupting_ends_a_wait(ends):
     waiting = threading.Timer(0.05, ends[0].interrupt)
     waiting.start()

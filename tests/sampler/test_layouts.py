@@ -59,6 +59,11 @@ def test_widths_agree(dtype: str) -> None:
     np.testing.assert_array_equal(got.token_ids, expected.token_ids[some])
 
 
+def test_rows_in_another_order_than_in_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows in the order of memory"):
+        joined().sample(range(B), np.zeros((B, V), np.float32)[::-1])
+
+
 def test_nobody_to_draw_for() -> None:
     assert joined().sample([], np.zeros((0, V), np.float32)).token_ids.shape == (0,)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from sipipe.cores import claim
 from sipipe.engine.host import LocalHost
 from sipipe.engine.hosts import OWN_SETTINGS, agreed, control_port, link_port, own_address
 from sipipe.engine.samplers import Poison
@@ -80,7 +81,8 @@ def run_agent(
     devices = setup.config.devices
     if (devices, theirs.config.devices) != (None, None):
         assign_devices(agreed_setup.vllm_config, devices)
-    return Agent(agreed_setup, plan, clock_offset_ns, connection).run()
+    with claim(setup.cores):
+        return Agent(agreed_setup, plan, clock_offset_ns, connection).run()
 
 
 def _introduce(

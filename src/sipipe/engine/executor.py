@@ -153,7 +153,7 @@ class Executor(VllmExecutor):
         self._setup = running.setup
         found = self.scheduler_config.get_scheduler_cls()
         self.scheduler_config.scheduler_cls = pipeline.observed(found)
-        self._setup.bind_scheduler()
+        self._setup.bind_scheduler(pipeline.resolver.thread.native_id or 0)
         self._started = True
         logger.info("%s", running)
 

@@ -22,7 +22,7 @@ from multiprocessing import spawn, util
 from typing import Any
 
 from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, share_of, this_machine
+from sipipe.cores import CorePlan, bind_threads, cores_for, degrees, plan_cores, share_of
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
 from sipipe.ipc.parent import STARTER
@@ -79,7 +79,7 @@ def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
     with suppress(SiPipeError):  # which is said later, by who checks it
         config = SiPipeConfig.from_dict(settings)
         more: Any = {"samplers": config.samplers, "placement": config.cores}
-        cores = share_of(this_machine(), 0, replicas)
+        cores = share_of(cores_for(config.cores), 0, replicas)
         return _openmp(plan_cores(cores, stages=stages, tensor_parallel=ranks, **more))
     return {}
 

@@ -6,6 +6,7 @@ vLLM has one size for all. It is part of what is decided (:mod:`sipipe.engine.se
 same by every way to start an engine. What the user has said counts.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -127,5 +128,5 @@ def worker_nodes(*plans: CorePlan) -> list[int]:
 
 def spans_nodes(plan: CorePlan) -> bool:
     """Whether a worker has cores of several NUMA nodes."""
-    nodes = {cpu: core.node for core in this_machine() for cpu in core.cpus}
+    nodes = {cpu: core.node for core in this_machine(most=math.inf) for cpu in core.cpus}
     return any(len({nodes.get(cpu) for cpu in rank}) > 1 for rank in chain(*plan.workers))

@@ -67,6 +67,9 @@ class TrackedRequest:
     error: str = ""
     """Why no sampler can draw for it; it fails with its next token."""
 
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.outputs)
+
     def added(self) -> Added:
         self.sent = len(self.outputs)
         if self.error:

@@ -47,8 +47,8 @@ class Resolver:
     def __post_init__(self) -> None:
         self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
         """Held while what two threads may do at once is joined, or counted."""
-        self._thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
+        self.thread.start()
 
     def report(self, report: IterationReport) -> None:
         """The last stage has run an iteration that waits for its word."""
@@ -61,8 +61,8 @@ class Resolver:
     def close(self) -> None:
         """Close BIC-O, and wait for the thread on it."""
         self._gather.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        if self.thread is not threading.current_thread():
+            self.thread.join(5.0)
 
     def _collect(self) -> None:
         try:

@@ -28,11 +28,11 @@ from sipipe.config import CorePlacement, SiPipeConfig
 from sipipe.cores import (
     CorePlan,
     claimed,
+    cores_for,
     format_cpus,
     plan_cores,
     run_soon,
     share_of,
-    this_machine,
 )
 from sipipe.engine import compatibility
 from sipipe.engine.compatibility import STOCK_WORKERS
@@ -252,15 +252,17 @@ class Setup:
         with patch.dict(os.environ, bound):
             yield
 
-    def bind_scheduler(self) -> None:
-        """Bind this process to the scheduler's cores, where it runs soon, if it is vLLM's own engine
-        process. Called once all other processes run: they would inherit the binding. An engine inside
-        the user's process is left alone."""
+    def bind_scheduler(self, *threads: int) -> None:
+        """Bind this thread and ``threads`` (native ids) to the scheduler's cores, where they run soon,
+        if this is vLLM's own engine process. Called once all other processes run: they would inherit
+        the binding. An engine inside the user's process is left alone."""
         if not multiprocessing.current_process().name.startswith("EngineCore"):
             return
         run_soon()
-        if self.cores.scheduler and not self.cores.shared:
-            os.sched_setaffinity(0, self.cores.scheduler)
+        placed = isinstance(self.config.cores, CorePlacement)
+        if self.cores.scheduler and (placed or not self.cores.shared):
+            for thread in (0, *threads):
+                os.sched_setaffinity(thread, self.cores.scheduler)
 
 
 def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
@@ -289,7 +291,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     nodes = _nodes(config.devices or range(replicas * workers))
     plans = [
         plan_cores(
-            share_of(this_machine(), number, replicas),
+            share_of(cores_for(config.cores), number, replicas),
             stages=len(here),
             tensor_parallel=tp,
             samplers=0 if reason or stages - 1 not in here else config.samplers,

@@ -97,8 +97,8 @@ class Workers:
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))
             # Where vLLM forks, nothing has been imported again in the engine's own process, so
-            # what the user's main module defines travels by value.
-            worker.say(boot if spawned else cloudpickle.dumps(boot))
+            # what the user's main module defines travels by value; as it came from another host.
+            worker.say(boot if spawned and not setup.node else cloudpickle.dumps(boot))
 
     @property
     def names(self) -> list[str]:

@@ -236,7 +236,7 @@ class Connection:
     def _sleep(self, seconds: float | None) -> None:
         # wait: the caller's or none; news, the peer's death or silence (10 s, `SILENCE_MS`),
         # `interrupt`
-        for descriptor, _ in self._poll.poll(None if seconds is None else seconds * 1e3):
+        for descriptor, _ in self._poll.poll(None if seconds is None else min(seconds * 1e3, 1e9)):
             if descriptor == self._wake:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)

@@ -24,6 +24,8 @@ def read_rows(
         raise ValueError(f"rows must be in [0, {batch})")
     if stored.size and width > 1 and stored.strides[-1] != stored.itemsize:
         raise ValueError("logits must be contiguous in their last dimension")
+    if stored.strides[0] < 0:
+        raise ValueError("logits must have their rows in the order of memory")
     return _flat(stored), rows * (stored.strides[0] // stored.itemsize)
 
 

@@ -5,7 +5,7 @@ In a process of its own: NumPy's library starts threads, and the process that as
 import functools
 import os
 import sys
-import time
+import timeit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,7 @@ def measured() -> dict[str, float]:
 
 
 def _seconds(left: NDArray[np.float32], right: NDArray[np.float32]) -> float:
-    spent = []
-    for _ in range(TRIES):
-        start = time.perf_counter()
-        left @ right
-        spent.append(time.perf_counter() - start)
-    return min(spent)
+    return min(timeit.repeat(lambda: left @ right, number=1, repeat=TRIES))
 
 
 if __name__ == "__main__":
