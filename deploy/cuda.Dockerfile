@@ -1,8 +1,8 @@
 # SiPipe on vLLM's own image for NVIDIA GPUs. docs/gpu.md says what of it has run on one.
 #   docker build -f deploy/cuda.Dockerfile -t sipipe:cuda .
-# With vLLM 0.32: --build-arg VLLM=0.32.0.
+# With vLLM 0.33: --build-arg VLLM=0.33.0.
 #   docker run --rm --gpus all -p 8000:8000 -v models:/models sipipe:cuda MODEL --pp 2
-ARG VLLM=0.33.0
+ARG VLLM=0.32.0
 FROM vllm/vllm-openai:v${VLLM}
 
 # As in cpu.Dockerfile, unless the base image has such a user.
