@@ -109,7 +109,7 @@ def test_emulated_figures_are_also_of_what_emulates_and_ablates():
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("ablation-cpu-quick", "benchmarks/ablation.py"),
+        ("ablation-cpu", "benchmarks/ablation.py"),
         ("advice", "sipipe/cli/advice.py"),
         ("bench", "sipipe/cores.py"),
         ("prefill-apart", "deploy/prefill_router.py"),

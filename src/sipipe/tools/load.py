@@ -228,7 +228,8 @@ def memory_mib(pid: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     tree: list[psutil.Process] = []
     with suppress(psutil.Error):
-        tree = [top := psutil.Process(pid), *top.children(recursive=True)]
+        top = psutil.Process(pid)
+        tree = [top, *top.children(recursive=True)]
     for process in tree:
         with suppress(psutil.Error):
             words = process.cmdline()
