@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sipipe import cores as cores_module
 from sipipe.config import CorePlacement
 from sipipe.control_groups import control_groups
 from sipipe.cores import (
     Core,
     claim,
     claimed,
-    cores_for,
     cpus_of,
     equal_shares,
     format_cpus,
@@ -316,15 +314,6 @@ def test_a_container_takes_as_many_cores_as_it_has_time_for(tmp_path, monkeypatc
         assert len(found) == count
         starts.add(found[0].cpus)
     assert len(starts) > 1 or count == 7
-
-
-def test_who_places_by_hand_may_name_any_cpu_of_the_mask(monkeypatch):
-    """A container's limit is of time: which CPUs it leaves a plan follows from its host's name."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
-    monkeypatch.setattr(cores_module, "quota", lambda: 4.0)
-    by_hand = CorePlacement(stages=((0,), (15,)))
-    assert len(cores_for("auto")) == 4
-    assert {0, 15} <= set(cpus_of(cores_for(by_hand)))
 
 
 def test_a_thread_runs_elsewhere_for_a_while():

@@ -267,12 +267,6 @@ def this_machine(
     return [core for number, core in enumerate(cores) if number in taken]
 
 
-def cores_for(placement: CorePlacement | Literal["auto", "off"]) -> list[Core]:
-    """Those that :func:`plan_cores` is to share out. A container's limit is of time: whoever places
-    processes by hand may name any CPU of the affinity mask."""
-    return this_machine(most=math.inf if isinstance(placement, CorePlacement) else None)
-
-
 def claim(plan: CorePlan) -> socket.socket:
     """Tells other engines of this host which CPUs this one takes, until the socket is closed: by its
     name, which ends with the process (and is of a network namespace, as a container has its own)."""

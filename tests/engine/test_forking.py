@@ -62,7 +62,7 @@ def test_nothing_is_known_of_unbound_workers():
 def test_the_plan_is_made_from_the_command_line(monkeypatch, argv, settings, stages):
     found = []
     monkeypatch.setattr(forking, "_openmp", lambda made: found.append(made) or {"A": "1"})
-    monkeypatch.setattr(forking, "cores_for", lambda _: [Core((cpu,)) for cpu in range(8)])
+    monkeypatch.setattr(forking, "this_machine", lambda most: [Core((cpu,)) for cpu in range(8)])
     assert bool(forking._needed(argv, settings)) is bool(stages)
     assert sum(len(ranks) for made in found for ranks in made.workers) == stages
 

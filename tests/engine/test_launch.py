@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import io
+import json
+import os
 import pickle
 import socket
 import subprocess
@@ -348,6 +350,16 @@ def test_settings_of_the_command_line_join_those_of_additional_config():
 def test_contradictions_are_named(more, settings, words):
     with pytest.raises(ConfigError, match=words):
         arguments.use_sipipe(args(**more), settings)
+
+
+def test_cores_by_hand_may_be_any_of_the_mask(model, monkeypatch):
+    """A container's limit is of time: which CPUs it leaves a plan follows from its host's name."""
+    monkeypatch.setattr("sipipe.cores.quota", lambda: 1.0)
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    cores = {"stages": [[cpu] for cpu in cpus]}
+    words = ("-pp", str(len(cpus)), "--additional-config", json.dumps({"sipipe": {"cores": cores}}))
+    made = decide(config_of(model, *words, "--max-model-len", "256"))
+    assert made.cores.workers == tuple(((cpu,),) for cpu in cpus)
 
 
 def test_vllms_own_refusals_are_one_line(model):

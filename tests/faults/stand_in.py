@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
 from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 
 from sipipe.messages.measured import Measured
+from sipipe.worker.device import HostDevice
 
 
 class Shard:
@@ -43,7 +44,10 @@ class StandInWorker(Worker, EmulatedWorker):
     """vLLM's worker, as far as the executor knows it."""
 
     __init__ = EmulatedWorker.__init__
-    sharing = StandInSharing
+
+    def parts(self, boot):
+        device = HostDevice()
+        return device, StandInSharing(boot, self, device)
 
     def load_model(self, *_, **__):
         runner = Runner(self.place, self.vllm_config, self.cache_config.block_size)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from itertools import chain
 from random import Random
 
 import pytest
@@ -31,6 +32,10 @@ def test_a_few_faults_end_well(tmp_path):
         {"kind": name, "streams": STREAMS} | kinds[name].make(Random(f"few {name}")) for name in FEW
     ]
     asked[-1]["unread"] = True
+    for each in (
+        one for made in asked for lives in made.get("planned", {}).values() for one in chain(*lives)
+    ):
+        each["nth"] = min(each["nth"], 5)  # early, so that each is there
     scenarios = ["--scenarios", json.dumps(asked), "--parallel", "3"]
     sums = run(tmp_path / "log", "__main__.py", scenarios)
     assert sums["kinds"] == len(FEW), "each had its fault"

@@ -8,6 +8,7 @@ decides. What is learnt later is in :class:`sipipe.engine.opening.Running`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import sys
@@ -28,11 +29,11 @@ from sipipe.config import CorePlacement, SiPipeConfig
 from sipipe.cores import (
     CorePlan,
     claimed,
-    cores_for,
     format_cpus,
     plan_cores,
     run_soon,
     share_of,
+    this_machine,
 )
 from sipipe.engine import compatibility
 from sipipe.engine.compatibility import STOCK_WORKERS
@@ -288,10 +289,12 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
             f'sipipe config: "cores" places one pipeline, and --data-parallel-size {replicas} has '
             'several: leave it "auto", or "off"'
         )
+    # A container's limit is of time: whoever places by hand may name any CPU of the affinity mask.
+    cores = this_machine(most=math.inf if isinstance(config.cores, CorePlacement) else None)
     nodes = _nodes(config.devices or range(replicas * workers))
     plans = [
         plan_cores(
-            share_of(cores_for(config.cores), number, replicas),
+            share_of(cores, number, replicas),
             stages=len(here),
             tensor_parallel=tp,
             samplers=0 if reason or stages - 1 not in here else config.samplers,
