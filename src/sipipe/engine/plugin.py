@@ -126,6 +126,8 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     seqs = engine_args.max_num_seqs  # vLLM would name another option, that follows from it
     if seqs is not None and not (isinstance(seqs, int) and seqs > 0):
         raise ConfigError(f"--max-num-seqs must be a whole number of 1 or more, not {seqs!r}")
+    if not isinstance(pp := engine_args.pipeline_parallel_size, int):
+        raise ConfigError(f"{stages} must be a whole number of 1 or more, not {pp!r}")
     fill_in(engine_args)
     check_model(engine_args.model)
     create = arg_utils.EngineArgs.create_engine_config.__wrapped__
