@@ -58,7 +58,7 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
     numbers; empty where none clearly are, or NUMA nodes are several: a worker that spans them reads
     far memory, which nothing here knows."""
     cores, found = this_machine(), []
-    if len({core.node for core in cores}) > 1:
+    if stages * ranks == 1 or len({core.node for core in cores}) > 1:
         return ""
     for load in LOADS:
         ways = {(c.p, c.t): c for c in on_host(facts, "cpu", stages * ranks, cores, load)}

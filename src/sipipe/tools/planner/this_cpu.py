@@ -1,4 +1,4 @@
-"""What this machine's cores reach, measured in half a second with all of them at work.
+"""What this machine's cores reach, measured in less than a second with all of them at work.
 
 In a process of its own: NumPy's library starts threads, and the process that asks may fork later."""
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sipipe.tools.provenance import output
 
-READ, WIDTH, TRIES = 8192, 1024, 4
+READ, WIDTH, TRIES = 5120, 1024, 4
 """Edges of the matrix that is read, larger than caches, and of those that are multiplied."""
 
 
