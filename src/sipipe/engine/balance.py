@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 TOLERATED = 0.05
 """Share of its work by which a sampler may have more than another before a sequence moves."""
-MOVABLE = 8192
-"""Tokens up to which a sequence moves: they go to its sampler in half an entry of BIC-I, so that who
-moves it waits for no sampler (:meth:`sipipe.engine.dispatch.Dispatcher.go_on`)."""
+MOVABLE = 32_768
+"""Tokens up to which a sequence moves: they take two entries of BIC-I, which has four for each of the
+microbatches that a sampler can be behind. So who moves one waits for no sampler
+(:meth:`sipipe.engine.dispatch.Dispatcher.go_on`)."""
 PAYS = 0.9
 """A sequence moves only if it costs less than this part of the difference: else back and forth."""
 
@@ -27,9 +28,9 @@ class Balancer:
     sequence goes to the sampler with least to do in its microbatch. As sequences leave and move,
     one changes its sampler too, at most one each iteration: its state is built from its tokens.
 
-    Bound: once nothing joins, leaves or changes microbatches, and all may move, the busiest sampler has no more than
-    the idlest one and the larger of ``TOLERATED`` of its own work and the cost of its lightest
-    sequence, divided by ``PAYS``.
+    Bound: once nothing joins, leaves or changes microbatches, and all may move, the busiest sampler
+    has no more than the idlest one and the larger of ``TOLERATED`` of its own work and the cost of
+    its lightest sequence, divided by ``PAYS``.
     """
 
     def __init__(self, samplers: int, *, vocab_size: int) -> None:
