@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -261,6 +262,11 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def resolved_inflight(self, stages: int) -> int:
         """Microbatches in flight for a pipeline of ``stages`` stages."""
         return stages + 1 if self.inflight == "auto" else self.inflight
+
+    @property
+    def most_cores(self) -> float | None:
+        """A container's limit is of time: who places by hand may name any CPU. None: as it limits."""
+        return inf if isinstance(self.cores, CorePlacement) else None
 
     def __post_init__(self) -> None:
         if isinstance(self.cores, CorePlacement) and self.cores.samplers:

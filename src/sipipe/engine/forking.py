@@ -10,7 +10,6 @@ Who runs here: the main threads of the server and of the engine, which compute n
 fork, since OpenMP's threads do not come along.
 """
 
-import math
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ from importlib import import_module, reload
 from multiprocessing import spawn, util
 from typing import Any
 
-from sipipe.config import CorePlacement, SiPipeConfig
+from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, share_of, this_machine
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
@@ -80,8 +79,7 @@ def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
     with suppress(SiPipeError):  # which is said later, by who checks it
         config = SiPipeConfig.from_dict(settings)
         more: Any = {"samplers": config.samplers, "placement": config.cores}
-        most = math.inf if isinstance(config.cores, CorePlacement) else None  # as Setup has it
-        cores = share_of(this_machine(most=most), 0, replicas)
+        cores = share_of(this_machine(most=config.most_cores), 0, replicas)
         return _openmp(plan_cores(cores, stages=stages, tensor_parallel=ranks, **more))
     return {}
 

@@ -8,7 +8,6 @@ decides. What is learnt later is in :class:`sipipe.engine.opening.Running`.
 from __future__ import annotations
 
 import dataclasses
-import math
 import multiprocessing
 import os
 import sys
@@ -289,12 +288,10 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
             f'sipipe config: "cores" places one pipeline, and --data-parallel-size {replicas} has '
             'several: leave it "auto", or "off"'
         )
-    # A container's limit is of time: whoever places by hand may name any CPU of the affinity mask.
-    cores = this_machine(most=math.inf if isinstance(config.cores, CorePlacement) else None)
     nodes = _nodes(config.devices or range(replicas * workers))
     plans = [
         plan_cores(
-            share_of(cores, number, replicas),
+            share_of(this_machine(most=config.most_cores), number, replicas),
             stages=len(here),
             tensor_parallel=tp,
             samplers=0 if reason or stages - 1 not in here else config.samplers,
