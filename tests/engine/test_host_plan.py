@@ -186,20 +186,23 @@ def test_flags_and_a_share_of_stages_go_together():
 
 
 @contextmanager
-def meeting(monkeypatch, theirs=None):
-    """A main host and one that meets it: the main host's side, and what the host's comes to."""
+def meeting(monkeypatch, theirs=None, lost=False):
+    """A main host and one that meets it: the main host's side, and what the host's comes to.
+    ``lost``: it has come before, and died before it was looked at."""
     monkeypatch.setenv("SIPIPE_SECRET", SECRET)
     said = {"SiPipe": "1"}
     monkeypatch.setattr(remote, "agreed", lambda _: said)
     monkeypatch.setattr(agent, "agreed", lambda _: theirs or said)
-    config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2))
-    setup, port = (
-        SimpleNamespace(
-            config=config, node=1, cores=SimpleNamespace(samplers=[[0], [1]]), stages=2
-        ),
-        free_port(),
-    )
-    main = remote.RemoteHost(setup, 1, Connection("127.0.0.1", port, listens=True, who="host 1"))
+    port = free_port()
+    config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2, port=port))
+    cores = SimpleNamespace(samplers=[[0], [1]])
+    setup = SimpleNamespace(config=config, node=1, cores=cores, stages=2)
+    main = remote.RemoteHost(setup, 1, "127.0.0.1")
+    if lost:
+        gone = Connection("127.0.0.1", port, listens=False, who="the main host")
+        assert gone.wait_for_peer(BOUND)
+        gone.close()
+        assert main._connection.wait_for_peer(BOUND)
     ours = Connection("127.0.0.1", port, listens=False, who="the main host")
     with ThreadPoolExecutor(1) as pool:
         yield main, pool.submit(agent._introduce, setup, ours, "127.0.0.1", "the main host")
@@ -221,6 +224,15 @@ def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_main_host_
         main.meet(deadline)
         main.close("host 2 did not come")
         with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
+            host.result(BOUND)
+
+
+def test_a_host_that_dies_while_others_are_awaited_may_come_again(monkeypatch):
+    with meeting(monkeypatch, lost=True) as (main, host):
+        main.meet(time.monotonic() + BOUND)
+        assert main.samplers == 2
+        main.close("the test ends")
+        with pytest.raises(PeerDiedError, match="the test ends"):
             host.result(BOUND)
 
 

@@ -137,6 +137,8 @@ class Agent:
         self._connection = connection
         self._figures = Figures(setup, plan.samplers, plan.run, clock_offset_ns)
         self._host = LocalHost(setup, self._figures.watched, self)
+        # The main thread may wait for a reader that hangs.
+        connection.lost = lambda _: self._host.say_end("")
         self._calls: queue.SimpleQueue[Request[Any]] = queue.SimpleQueue()
         self._forwarding: dict[int, threading.Thread] = {}
         self._admitted: dict[int, threading.Event] = {}

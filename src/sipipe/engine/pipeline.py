@@ -125,13 +125,13 @@ class Pipeline:
         """Resolve everything that is out with ``error``."""
         for resolve in self._resolving:
             resolve(error)
-        for remote in self._remotes:
-            remote.say_end(str(error))
+        for host in self._hosts:
+            host.expect_end()
+        for host in self._hosts:  # here too: whoever publishes may wait for a reader that hangs
+            host.say_end(str(error))
 
     def close(self) -> None:
         """End all processes and remove every channel."""
-        for host in self._hosts:
-            host.expect_end()
         for host in self._hosts:
             host.say_end("")
         self.fail(RuntimeError("shut down"))

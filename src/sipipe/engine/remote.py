@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -52,14 +53,14 @@ def meet(setup: Setup) -> list[RemoteHost]:
         return []
     address = resolve(hosts.address, "--master-addr")
     deadline = time.monotonic() + setup.config.start_timeout
-    remotes, ports = [], []
-    for node in range(1, hosts.count):
-        port = control_port(hosts, node)
-        connection = Connection(address, port, listens=True, who=f"host {node}")
-        remotes.append(RemoteHost(setup, node, connection))
-        ports.append(f"port {port} for host {node}")
-    logger.info("SiPipe's main host listens on %s: %s", address, ", ".join(ports))
+    remotes: list[RemoteHost] = []
     try:
+        for node in range(1, hosts.count):
+            remotes.append(RemoteHost(setup, node, address))
+        ports = ", ".join(
+            f"port {control_port(hosts, it.node)} for host {it.node}" for it in remotes
+        )
+        logger.info("SiPipe's main host listens on %s: %s", address, ports)
         for remote in remotes:
             remote.meet(deadline)
     except BaseException as error:
@@ -72,13 +73,16 @@ def meet(setup: Setup) -> list[RemoteHost]:
 class RemoteHost:
     """A host with an agent on it, which does there what :class:`.LocalHost` does here."""
 
-    def __init__(self, setup: Setup, node: int, connection: Connection) -> None:
+    def __init__(self, setup: Setup, node: int, address: str) -> None:
+        """Listen for it on this host's ``address``."""
         self.node = node
         self.address = ""
         self.samplers = 0
         """How many it has; known when it was met, as the address is."""
         self._setup = setup
-        self._connection = connection
+        port = control_port(setup.config.hosts, node)
+        self._listen_again = partial(Connection, address, port, listens=True, who=f"host {node}")
+        self._connection = self._listen_again()
         self._calls: deque[Future[Any]] = deque()
         # wait: held for moments; nobody waits under it, as sending over ZeroMQ does not
         self._calling = threading.Lock()
@@ -97,6 +101,14 @@ class RemoteHost:
 
     def meet(self, deadline: float) -> None:
         """Wait for the agent's hello, and compare. Raises as :func:`meet`."""
+        while True:
+            try:
+                return self._meet(deadline)
+            except PeerDiedError:  # it came while others were waited for, and may come again
+                self._connection.close()
+                self._connection = self._listen_again()
+
+    def _meet(self, deadline: float) -> None:
         setup, connection, warned = self._setup, self._connection, False
         while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
@@ -214,7 +226,7 @@ class RemoteHost:
             case say.Tokens(index, data, figures):
                 self._telemetry.take_figures(figures)
                 with suppress(OSError):  # the engine is shutting down
-                    # wait: none; the gather thread, which always reads, or `close`
+                    # wait: as the gather thread, which reads, does to publish; `close`
                     self._feeds[index].sendall(data)
                     if not data:
                         self._feeds[index].shutdown(socket.SHUT_WR)

@@ -106,11 +106,9 @@ class Connection:
         self.who = who
         self.refused = False
         """Whether somebody without the secret was there, or we were not let in."""
-        self._lost = lost
+        self.lost = lost
         self._seen = ""
         self._met = self._gone = self._closed = False
-        self._early: list[list[bytes]] = []
-        """What the connecting end sends before the peer is met."""
         # The kernel's view of the connection, which ZeroMQ closes before it says so. It does not say
         # either by which one the peer came: a stranger who was there too is thrown out within the
         # handshake's bound, and then it is the last.
@@ -159,17 +157,12 @@ class Connection:
             self._sleep(left)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send one message; it has been copied on return. Raises PeerDiedError: the peer is gone
-        or, at the listening end, was never there."""
+        """Send one message; it has been copied on return. Raises PeerDiedError: the peer is gone, or
+        was never there."""
         with self._turn:
-            if self._closed or self._gone:
+            if self._closed or self._gone or not self._met:
                 raise self.died()
-            if self._met:
-                self._give(parts)
-            elif self._listener is None:
-                self._early.append([bytes(part) for part in parts])
-            else:
-                raise self.died()
+            self._give(parts)
 
     def receive(self, timeout: float | None, place: Place | None = None) -> list[bytes] | None:
         """The parts of the next message, or None when ``timeout`` seconds passed, if it is one.
@@ -345,10 +338,6 @@ class Connection:
             if not self._closed:
                 self._met = True
                 self._poll.register(self._socket.FD, select.POLLIN)
-                with suppress(PeerDiedError):  # it is told below
-                    for parts in self._early:
-                        self._give(parts)
-                self._early.clear()
         self._rouse()
         if not self._peers:
             self._bury("it closed the connection")
@@ -358,4 +347,4 @@ class Connection:
         told, self._gone = self._gone, True
         self._rouse()
         if not told:
-            self._lost(self.died())
+            self.lost(self.died())

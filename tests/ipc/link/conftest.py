@@ -74,8 +74,8 @@ def pair(request) -> Iterator[tuple[socket.socket | None, socket.socket | None]]
 def link(endpoint: LinkEndpoint, pair) -> Iterator[tuple[Sender, Receiver]]:
     """Both ends of ``endpoint`` in this process."""
     with (
-        closing(open_sender(endpoint, pair[0])) as sender,
         closing(open_receiver(endpoint, pair[1])) as receiver,
+        closing(open_sender(endpoint, pair[0])) as sender,
     ):
         yield sender, receiver
 

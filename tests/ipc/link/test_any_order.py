@@ -100,7 +100,7 @@ class Link(RuleBasedStateMachine):
         ours = theirs = None
         if self.kind != "zeromq":
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender, self.receiver = open_sender(endpoint, ours), open_receiver(endpoint, theirs)
+        self.receiver, self.sender = open_receiver(endpoint, theirs), open_sender(endpoint, ours)
 
     def teardown(self) -> None:
         if self.pool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
-import torch
+from tests.ipc.link.conftest import HERE, free_port
 
-from sipipe.errors import UnsupportedError
+from sipipe.errors import StallError
+from sipipe.ipc.link import zeromq
 from sipipe.ipc.link.endpoint import open_sender
 from sipipe.messages.link import LinkEndpoint
 
@@ -26,10 +25,11 @@ def test_a_link_in_a_start_up_line(device, kind, text):
     assert link.transport == text
 
 
-def test_a_tensor_on_another_device_is_refused(pair):
-    link = LinkEndpoint(kind="shm", buffer_tokens=4)
-    with (
-        closing(open_sender(link, pair[0])) as sender,
-        pytest.raises(UnsupportedError, match=r"carries CPU and CUDA tensors and 'h' is on meta"),
-    ):
-        sender.send(0, 2, {"h": torch.zeros(2, 3, device="meta")})
+def test_a_stage_that_cannot_be_reached_is_named_at_the_start(monkeypatch):
+    """And not by the first request, after the stall timeout."""
+    monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
+    monkeypatch.setattr(zeromq, "MEET_SECONDS", 0.3)
+    port = free_port(HERE)
+    link = LinkEndpoint(kind="zeromq", buffer_tokens=4, name="a", address=HERE, port=port)
+    with pytest.raises(StallError, match=rf"next stage was not reached at {HERE}:{port} within 0"):
+        open_sender(link, None, lambda _: None)

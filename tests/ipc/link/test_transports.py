@@ -334,6 +334,8 @@ def test_an_error_of_the_thread_ends_a_waiting_send(sender, monkeypatch):
 
 
 def test_closing_before_the_other_side_is_open(endpoint, pair):
+    if endpoint.kind == "zeromq":
+        pytest.skip("opening it waits for the other side")
     sender = open_sender(endpoint, pair[0])
     sender.send(0, 1, hidden(1))
     sender.close(timeout=0.05)

@@ -8,12 +8,14 @@ network but the receiver for its data, so that an iteration costs one way and no
 """
 
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 
+from sipipe.errors import StallError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.frames import Place
@@ -21,6 +23,9 @@ from sipipe.ipc.link.packets import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending, until_reached
 from sipipe.messages.link import LinkEndpoint
+
+MEET_SECONDS = 30.0
+"""For who connects; the listening end is opened at the same time."""
 
 
 class _Packets:
@@ -111,4 +116,14 @@ def _connect(
     connection = Connection(
         endpoint.address, endpoint.port, listens=listens, who=who, token=endpoint.token, lost=lost
     )
+    deadline = time.monotonic() + MEET_SECONDS
+    while not (listens or connection.wait_for_peer(max(0.0, deadline - time.monotonic()))):
+        connection.refused = False
+        if time.monotonic() >= deadline:
+            connection.close()
+            raise StallError(
+                f"{who} was not reached at {endpoint.address}:{endpoint.port} within "
+                f"{MEET_SECONDS:g} s: does a firewall close the port, and is it an address "
+                "(VLLM_HOST_IP) that this host can reach?"
+            )
     return _Packets(connection, place)
