@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TOLERATED = 0.05
 """Share of its work by which a sampler may have more than another before a sequence moves."""
 MOVABLE = 32_768
-"""Tokens up to which a sequence moves: they take two entries of BIC-I, which has four for each of the
+"""Tokens up to which a sequence moves: they take three entries of BIC-I, which has 64 for each of the
 microbatches that a sampler can be behind. So who moves one waits for no sampler
 (:meth:`sipipe.engine.dispatch.Dispatcher.go_on`)."""
 PAYS = 0.9

@@ -26,8 +26,9 @@ ENTRY_BYTES = 64 * 1024
 
 
 def ring_sizes(slots: int) -> dict[str, int]:
-    """Entries of a host's ring and their bytes: bitmasks and control calls travel on it too."""
-    return {"entries": max(16, 4 * slots), "entry_bytes": ENTRY_BYTES}
+    """Entries of a host's ring and their bytes. Bitmasks and images travel on it too, and a sampler
+    reads on only when its logits have come: whoever publishes for later microbatches shall not wait."""
+    return {"entries": max(256, 64 * slots), "entry_bytes": ENTRY_BYTES}
 
 
 class Host(Protocol):

@@ -1,7 +1,8 @@
 """The spare sampler: a process that has imported and compiled, and waits for a place.
 
 Who runs here
-    The events thread of the children of its host, alone; the engine's end calls ``close``.
+    The events thread of the children of its host; ``want`` first where the samplers are opened, and
+    ``close`` at the engine's end.
 Guarantees
     A sampler that dies has a successor at once that need not start. The next spare starts
     ``SPARE_SECONDS`` later, at low priority; so does the first, once the samplers have opened their
