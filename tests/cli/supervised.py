@@ -14,7 +14,8 @@ SERVERS = {
     "say('up'); hang()",
     "ends": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); hang()",
     "drains": "pair.send(b'60\\n'); signal.signal(signal.SIGTERM, drain); say('up'); hang()",
-    "is done": "say('up'); sys.exit(0)",
+    "is done": "pair.send(b'0\\n'); say('up'); sys.exit(0)",
+    "helps": "say('up'); sys.exit(0)",
     "is wrong": "say('up'); sys.exit(2)",
     "served before": "say('up'); sys.exit(2) if os.path.exists(sys.argv[3]) else "
     "(open(sys.argv[3], 'w'), pair.send(b'0\\n'), sys.exit(1))",

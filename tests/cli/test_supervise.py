@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from sipipe.engine import server as front
-from sipipe.ipc.sockets import PREFIX, own_sockets, remove_dead
+from sipipe.errors import ConfigError
+from sipipe.ipc.sockets import PREFIX, free_path, own_sockets, remove_dead
 
 SCRIPT = Path(__file__).with_name("supervised.py")
 
@@ -160,6 +161,7 @@ def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised, name):
     ("name", "options", "before", "status", "last"),
     [
         ("is done", [], None, 1, ""),
+        ("helps", ["--restart"], None, 0, ""),
         ("is wrong", [], ignoring(signal.SIGCHLD), 2, ""),
         ("is wrong", ["--restart"], None, 2, ""),
         ("dies", [], None, 128 + signal.SIGABRT, "sipipe: sampler0 keeps\n dying\n"),
@@ -223,6 +225,22 @@ def test_the_server_does_not_outlive_its_supervisor(supervised, tmp_path, name):
     (left,) = tmp_path.glob(f"{PREFIX}*")
     remove_dead()
     assert not left.exists()
+
+
+def test_a_socket_that_was_left_is_removed_and_no_other(tmp_path):
+    path = tmp_path / "socket"
+    free_path(str(path))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    free_path(str(path))
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as served:
+        served.bind(str(path))
+        served.listen()
+        with pytest.raises(ConfigError, match=r"--uds .*socket: a server listens there"):
+            free_path(str(path))
+    with pytest.raises(ConfigError, match=r"--uds .*AF_UNIX path too long"):
+        free_path("/tmp/" + 200 * "a")
 
 
 def test_directories_of_the_living_stay(tmp_path, monkeypatch):

@@ -138,6 +138,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 0}' => num_speculative_tokens
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 2}' => prompt_lookup
 --speculative-config '{"metod": "ngram"}' => metod
+--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "block"}' => "rejection_sample_method": "block"
 [sv] --speculative-config ngram => speculative.config
 [sv] --data-parallel-size 2 --data-parallel-size-local 1 => --data-parallel-size on several hosts or by Ray: start a server
 --data-parallel-size 0 => data.parallel.size
@@ -145,6 +146,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --decode-context-parallel-size 2 => dcp_size|context.parallel
 --enable-eplb => load balancing|eplb
 --enable-elastic-ep => elastic
+--prefill-schedule-interval 4 => SiPipe does not support --prefill-schedule-interval
 --async-scheduling --kv-transfer-config '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}' => --async-scheduling: not with --kv-transfer-config
 --async-scheduling --speculative-config '{"method": "ngram", "num_speculative_tokens": 2}' => --async-scheduling: not with drafts
 --ec-transfer-config '{"ec_connector": "x", "ec_role": "ec_both"}' => ec.(transfer|connector|role)
@@ -175,10 +177,13 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --num-samplers 3 => num.samplers
 VLLM_PP_LAYER_PARTITION=9,9 => VLLM_PP_LAYER_PARTITION
 VLLM_PP_LAYER_PARTITION=4 => VLLM_PP_LAYER_PARTITION
+VLLM_PP_LAYER_PARTITION=0,4 => VLLM_PP_LAYER_PARTITION: each stage needs a layer
 VLLM_PP_LAYER_PARTITION=a,b => VLLM_PP_LAYER_PARTITION
 VLLM_PP_LAYER_PARTITION=2,2 --additional-config '{"sipipe": {"layers": "even"}}' => "layers" and VLLM_PP_LAYER_PARTITION
 VLLM_USE_V2_MODEL_RUNNER=0 => VLLM_USE_V2_MODEL_RUNNER=0
 VLLM_CPU_OMP_THREADS_BIND=0-x|1 => VLLM_CPU_OMP_THREADS_BIND
+CPU_VISIBLE_MEMORY_NODES=77 => CPU_VISIBLE_MEMORY_NODES names no memory node
+CPU_VISIBLE_MEMORY_NODES=a => CPU_VISIBLE_MEMORY_NODES
 VLLM_CPU_OMP_THREADS_BIND=0 => VLLM_CPU_OMP_THREADS_BIND
 SIPIPE_IGNORE_VLLM_VERSION=0 -pp 7 => (-pp|pipeline_parallel_size) 7
 SIPIPE_SECRET=0123456789abcdef0123456789abcdef --additional-config '{"sipipe": {"hosts": {"count": 2, "address": "203.0.113.7"}}}' => port 29501 of 203.0.113.7 cannot be listened on
@@ -227,7 +232,11 @@ SERVER = r"""
 [s] --enable-auto-tool-choice => tool-call-parser
 [s] --reasoning-parser no-such => reasoning.parser
 [s] --chat-template /no/such.jinja => chat.template
+[s] --tool-call-parser hermess --enable-auto-tool-choice => invalid tool call parser: hermess
+[s] --config {file} => yaml|YAML
 [s] --uds '' --port 0x => --port
+[s] --uds {file} => --uds .*file: it is no socket
+[s] SIPIPE_SECRET=0123456789abcdef0123456789abcdef --nnodes 2 --master-addr 10.0.0..1 => 10.0.0..1: no such host
 [v] --nnodes 2 => nnodes
 [v] --port http => --port
 """

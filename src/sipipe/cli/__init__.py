@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # still complain when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # of this machine: no place for files, no more processes
+        tell(error)
+        return 1
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -197,10 +197,7 @@ def _what_sipipe_does(
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    marks = {"ok": (32, "ok"), "warning": (33, "!!"), "error": (31, "no")}
+    marks = {"ok": "ok", "warning": "!!", "error": "no"}
     width = max(len(finding.what) for finding in findings)
     for what, state, text in findings:
-        colour, mark = marks[state]
-        if sys.stdout.isatty():
-            mark = f"\033[{colour}m{mark}\033[0m"
-        print(f"{mark}  {what:<{width}}  {text}")
+        print(f"{marks[state]}  {what:<{width}}  {text}")

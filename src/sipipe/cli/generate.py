@@ -76,16 +76,16 @@ def _prompts(words: Sequence[str], file: str | None) -> list[str]:
         raise ConfigError("generate: prompts come from the arguments or from --file, not from both")
     if words:
         return list(words)
-    if file not in (None, "-"):
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise ConfigError(f"generate: cannot read --file {file}: {reason}") from None
-    elif file is None and sys.stdin.isatty():
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError("generate: no prompt: give one as an argument, with --file, or on stdin")
-    else:
-        text = sys.stdin.read()  # wait: none; whoever writes the prompts, or Ctrl-C
+    try:
+        if file is None or file == "-":
+            text = sys.stdin.read()  # wait: none; whoever writes the prompts, or Ctrl-C
+        else:
+            text = Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"generate: cannot read --file {file or '-'}: {reason}") from None
     if not (lines := [line for line in text.splitlines() if line.strip()]):
         raise ConfigError(f"generate: {'stdin' if file in (None, '-') else file} holds no prompt")
     return lines

@@ -98,7 +98,6 @@ def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
 
 
 def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """What came of a step."""
     if "load" not in step:
         command = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
         doctor = output(*command, failing=True)

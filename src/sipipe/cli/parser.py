@@ -119,7 +119,7 @@ def parse_engine_command(
                 raise ConfigError(f"--{name} and {same[0]} are the same option: give it once")
             rest[end:end] = [f"-{name}", str(value)]
     names = ("samplers", "inflight", "layers", "vocabulary", "trace", "trace_limit", "cores")
-    settings = {name: value for name in names if (value := getattr(own, name)) is not None}
+    settings = {name: vars(own)[name] for name in names if name in own}  # null is a value too
     SiPipeConfig.from_dict(settings)
     return own, settings, rest
 
@@ -140,7 +140,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         ("pp", _stages, "N", "pipeline stages: vLLM's -pp; of serve also auto"),
         ("tp", count, "N", "tensor-parallel ranks of a stage: vLLM's -tp"),
     ):
-        group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+        absent = None if name in ("pp", "tp") else argparse.SUPPRESS
+        group.add_argument(f"--{name}", type=kind, default=absent, metavar=metavar, help=text)
 
 
 def _stages(text: str) -> Any:

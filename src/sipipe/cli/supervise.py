@@ -62,8 +62,9 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
                 sound |= checked and status != 2
                 if not asked and (reason := take_reason() or _killed(status)):
                     tell(reason)
-                if asked or (status == 2 and not sound) or not restart:
-                    return status if asked or status or follows else 1
+                # One that ends well before its checks was asked for help.
+                if asked or (status == 2 and not sound) or not (restart and (status or checked)):
+                    return status if asked or status or follows or not checked else 1
                 lived = time.monotonic() - began
                 pause = FIRST_BREAK if lived > STEADY else pause
                 tell(

@@ -6,6 +6,7 @@ vLLM's parser is called directly, so that what is wrong is one line and nothing 
 import argparse
 import difflib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -43,7 +44,7 @@ def parse_engine_args(argv: Sequence[str], settings: dict[str, Any]) -> argparse
     AsyncEngineArgs.add_cli_args(parser)
     parser.add_argument("model_tag", metavar="MODEL")
     parser.set_defaults(enforce_eager=None)
-    args: argparse.Namespace = parser.parse_args(list(argv))
+    args: argparse.Namespace = checked(partial(parser.parse_args, list(argv)))
     args.model = args.model_tag
     if args.enforce_eager is None:
         args.enforce_eager = current_platform.is_cpu()

@@ -70,6 +70,7 @@ def check_features(vllm_config: VllmConfig) -> None:
         "--enable-eplb (expert load balancing)": parallel.enable_eplb,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         "--numa-bind": parallel.numa_bind,
+        "--prefill-schedule-interval": vllm_config.scheduler_config.prefill_schedule_interval > 1,
         "--load-format ipc_cache": vllm_config.load_config.load_format == "ipc_cache",
         # By a lock that only vLLM's own executor hands its workers.
         "--mm-processor-cache-type shm": (

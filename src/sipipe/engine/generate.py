@@ -23,7 +23,7 @@ from sipipe.engine.launch import announce
 from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.setup import decide
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.ipc.sockets import own_sockets
+from sipipe.ipc.sockets import own_sockets, take_reason
 
 Event = Literal["begin", "text", "end"]
 
@@ -76,7 +76,10 @@ async def _run(
     chat: bool,
     show: Callable[[Event, Completion, str], None],
 ) -> bool:
-    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        engine = AsyncLLM.from_engine_args(arguments)
+    except RuntimeError as error:  # with what the engine has left, the main thread's traceback
+        raise SiPipeError(f"generate: {take_reason() or error}") from None
     tasks: list[asyncio.Task[None]] = []
     try:
         queues = [asyncio.Queue[str | None]() for _ in texts]

@@ -121,7 +121,11 @@ def worker_nodes(*plans: CorePlan) -> list[int]:
             )
         ranks = given
     node_of = {cpu.id: cpu.numa_node for cpu in cpu_resource_utils.get_allowed_cpu_list()}
-    visible = cpu_resource_utils.get_visible_memory_node()
+    visible: list[int] = []
+    with suppress(ValueError):
+        visible = cpu_resource_utils.get_visible_memory_node()
+    if not visible:
+        raise ConfigError("CPU_VISIBLE_MEMORY_NODES names no memory node of this machine's")
     nodes = [node_of.get(min(cpus or node_of), visible[0]) for cpus in ranks]
     return [node if node in visible else visible[0] for node in nodes]
 

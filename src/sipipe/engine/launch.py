@@ -22,6 +22,7 @@ from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.ray_placement import place
 from sipipe.engine.setup import Setup, decide
 from sipipe.errors import ConfigError
+from sipipe.ipc.sockets import free_path
 from sipipe.ipc.tcp import check_port
 
 MIDDLEWARE = "sipipe.engine.health.Health"
@@ -40,12 +41,13 @@ def serve(
     called with vLLM's arguments once they have passed all checks, there the main host's too. Raises
     ConfigError, UnsupportedError, ResourceError: before anything has been started."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
     begin()
     command = ServeSubcommand()
     parser = OneLineParser(prog="sipipe")
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    args = parser.parse_args(["serve", *argv])
+    args = checked(partial(parser.parse_args, ["serve", *argv]))
     if args.model_tag is not None:
         args.model = args.model_tag
     elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
@@ -54,8 +56,10 @@ def serve(
     if by_ray:
         args.distributed_executor_backend = None
     use_sipipe(args, settings)
-    configure_logging_from_args(args)
+    checked(partial(configure_logging_from_args, args))
     checked(partial(command.validate, args))
+    if not (args.tool_parser_plugin or args.reasoning_parser_plugin):  # which add to what there is
+        checked(partial(validate_api_server_args, args))
     vllm_config = engine_config(engine_args(args), usage_context=UsageContext.OPENAI_API_SERVER)
     if by_ray:
         placement = place(vllm_config)
@@ -63,6 +67,8 @@ def serve(
     setup = decide(vllm_config, node)
     if not (node or args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
         check_port(args.host or "", args.port, "choose another --port")
+    if args.uds and not node:
+        free_path(args.uds)
     announce(setup)
     if node:
         return run_agent(setup, met=partial(started, args))

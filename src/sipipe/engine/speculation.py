@@ -90,6 +90,9 @@ def check_speculation(vllm_config: VllmConfig) -> None:
         "encoder-decoder models": model.is_encoder_decoder,
         "a model whose prefill leaves tokens out": model.rswa_window is not None,
         "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
+        f'"rejection_sample_method": "{speculative.rejection_sample_method}"': (
+            speculative.rejection_sample_method != "standard"
+        ),
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
     }
     for reason, found in reasons.items():

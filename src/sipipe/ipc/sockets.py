@@ -4,10 +4,13 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from sipipe.errors import ConfigError
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "sipipe-sockets-"
@@ -32,6 +35,23 @@ def own_sockets() -> Iterator[None]:
         finally:
             del os.environ[VARIABLE]
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def free_path(path: str) -> None:
+    """Remove the socket that a server which has ended has left at ``path``. Raises ConfigError: one
+    listens there, or none can."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+            raise ConfigError(f"--uds {path}: a server listens there")
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError as error:
+            if not Path(path).is_socket():
+                raise ConfigError(f"--uds {path}: it is no socket") from error
+            os.unlink(path)
+        except OSError as error:
+            raise ConfigError(f"--uds {path}: {error}") from error
 
 
 def leave_reason(reason: str) -> None:

@@ -21,8 +21,8 @@ def resolve(host: str, option: str) -> str:
     try:
         # wait: the resolver's (30 s on most systems); its answer
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(f"{option} {host}: no such host ({error.strerror})") from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{option} {host}: no such host ({error})") from None
 
 
 def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:

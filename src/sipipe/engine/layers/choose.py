@@ -49,6 +49,8 @@ def choose_layers(
         return _cut(vllm_config, facts, config.kv_loss)
     try:
         bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+        if min(end - first for first, end in bounds) < 1:
+            raise ValueError("each stage needs a layer")
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}: {error}") from None
     return tuple(end - first for first, end in bounds)
