@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from sipipe.messages.cost import cost_estimate
-from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed, unsupported
+from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed
 from sipipe.sampler.kernels.state import Work, make_work
 from sipipe.sampler.result import Logprobs, SampleResult
 from sipipe.sampler.state import SequenceColumns
@@ -28,7 +28,6 @@ __all__ = [
     "derive_seed",
     "sample",
     "sample_with_logprobs",
-    "unsupported",
     "warm_up",
 ]
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the module belongs to sipipe.engine")
 
-from sipipe.engine.cpu_sampling import Choice, Costs
+from sipipe.engine.cpu_sampling import Costs
 from sipipe.messages.measured import MIXES
 
 MS = 1e-3
@@ -39,13 +39,13 @@ def periods(choice, way):
 
 def test_the_slowest_part_bounds_the_period():
     """Stages on the device; on CPUs also the copy, the drawing, and a round over m."""
-    found = Choice(costs(device=(2.1, 3.0, 9.0), draws=(1.0, 13.5, 14.6)))
+    found = costs(device=(2.1, 3.0, 9.0), draws=(1.0, 13.5, 14.6))
     assert periods(found, "off") == [12.1, 13.0, 19.0]
     # 10 + 12 + 0.5 + 1 = 23.5 over 3 microbatches is below the last stage; drawing is not.
     assert periods(found, "on") == [12.0, 13.5, 14.6]
-    assert periods(Choice(costs(copy=16.0)), "on") == [16.0] * 3
+    assert periods(costs(copy=16.0), "on") == [16.0] * 3
     # No part is slow, but a round has to pass through all of them.
-    assert periods(Choice(costs(copy=9.0, draws=(11.0,) * 3)), "on") == [14.0] * 3
+    assert periods(costs(copy=9.0, draws=(11.0,) * 3), "on") == [14.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_the_slowest_part_bounds_the_period():
     ],
 )
 def test_cpus_draw_where_they_save_three_percent_and_cost_nobody_as_much(device, on_cpus):
-    found = Choice(costs(device=device))
-    assert (found.draws == "on") is on_cpus
+    found = costs(device=device)
+    assert (found.choice == "on") is on_cpus
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_cpus_draw_where_they_save_three_percent_and_cost_nobody_as_much(device,
     ],
 )
 def test_each_row_has_its_place_where_that_saves_three_percent(device, draws, plain, chosen):
-    found = Choice(costs(device=device, draws=draws, plain=plain))
-    assert found.draws == chosen
+    found = costs(device=device, draws=draws, plain=plain)
+    assert found.choice == chosen
     assert found.periods["per_row"][2] == found.periods["on"][2]
     assert periods(found, "per_row")[:2] == [10.0 + seconds for seconds in plain]
 
 
 def test_the_line_has_the_numbers_and_the_choice():
-    line = str(Choice(costs(device=(2.1, 3.0, 9.0), draws=(1.0, 3.2, 6.4))))
+    line = str(costs(device=(2.1, 3.0, 9.0), draws=(1.0, 3.2, 6.4)))
     assert "\n" not in line
     assert line.startswith("cpu_sampling auto: CPU samplers draw.")
     assert "64 sequences a microbatch" in line
@@ -98,5 +98,5 @@ def test_the_line_has_the_numbers_and_the_choice():
     assert "vLLM's sampler 2.1, 3, 9 ms" in line
     assert "logits to the host 0.5 ms (0.128 GB/s)" in line
     assert "15.6, 50, 100 us a row" in line
-    line = str(Choice(costs(device=(2.0,) * 3)))
+    line = str(costs(device=(2.0,) * 3))
     assert "vLLM's sampler draws on the last stage's device" in line

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.sampler.support import bitmask
 
-from sipipe.messages.params import SequenceParams, unsupported
+from sipipe.messages.params import SequenceParams
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampling import sample
 
@@ -185,11 +185,3 @@ def test_wrong_arguments() -> None:
             call()
     with pytest.raises(TypeError, match="float64"):
         columns.sample([0], row.astype(np.float64))
-
-
-def test_unsupported_names_the_field() -> None:
-    class Source:
-        trace_decode_token_ids = (1,)
-
-    assert unsupported(Source()) == "trace_decode_token_ids"
-    assert unsupported(object()) is None

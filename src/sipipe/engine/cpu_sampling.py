@@ -7,12 +7,20 @@ nothing comes after the last stage, and a round over m is never above the slowes
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from sipipe.messages.measured import MIXES
 from sipipe.messages.period import passing, period
 
 WORTH_IT = 0.03
 """Part of the time between two microbatches that a way has to save to be taken."""
+
+WAYS = {
+    "off": "vLLM's sampler draws on the last stage's device",
+    "on": "CPU samplers draw",
+    "per_row": "each row has its place, CPU samplers or the last stage's device",
+}
+"""What each setting of ``cpu_sampling`` means, the one that asks for least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,26 +65,14 @@ class Costs:
     def _stages(self, ending: float) -> list[float]:
         return [*self.stages[:-1], self.stages[-1] + ending]
 
-
-WAYS = {
-    "off": "vLLM's sampler draws on the last stage's device",
-    "on": "CPU samplers draw",
-    "per_row": "each row has its place, CPU samplers or the last stage's device",
-}
-"""What each setting of ``cpu_sampling`` means, the one that asks for least first."""
-
-
-class Choice:
-    """What follows from ``costs``."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        ways = {"off": costs.on_device, "on": costs.on_cpus, "per_row": costs.per_row}
-        self.periods = {way: [period(mix) for mix in MIXES] for way, period in ways.items()}
+    @cached_property
+    def periods(self) -> dict[str, list[float]]:
         """Seconds between two microbatches, by way and mix."""
+        ways = {"off": self.on_device, "on": self.on_cpus, "per_row": self.per_row}
+        return {way: [period(mix) for mix in MIXES] for way, period in ways.items()}
 
     @property
-    def draws(self) -> str:
+    def choice(self) -> str:
         """The setting to go on with: of :data:`WAYS` the next one where it saves 3 % in the mean
         and costs as much with no mix."""
         found, *others = WAYS
@@ -90,18 +86,18 @@ class Choice:
 
     def __str__(self) -> str:
         """One line with the numbers and the choice."""
-        costs, ways = self.costs, [self.periods[name] for name in ("on", "per_row", "off")]
+        ways = [self.periods[name] for name in ("on", "per_row", "off")]
         by_mix = zip(MIXES, zip(*ways, strict=True), strict=True)
         periods = "; ".join(f"{mix} {_ms(*times)}" for mix, times in by_mix)
-        rows = ", ".join(f"{costs.draws[mix] / costs.sequences * 1e6:.3g}" for mix in MIXES)
+        rows = ", ".join(f"{self.draws[mix] / self.sequences * 1e6:.3g}" for mix in MIXES)
         return (
-            f"cpu_sampling auto: {WAYS[self.draws]}. Measured at {costs.sequences} sequences a "
+            f"cpu_sampling auto: {WAYS[self.choice]}. Measured at {self.sequences} sequences a "
             "microbatch, ms expected between microbatches with CPU samplers, by row, with vLLM's "
-            f"sampler: {periods}. Stages {_ms(*costs.stages)} ms, projection "
-            f"{_ms(costs.projection)} ms; projection and rows of no more than a temperature "
-            f"{_ms(*costs.plain.values())} ms; projection with vLLM's sampler "
-            f"{_ms(*costs.device.values())} ms; logits to the host {_ms(costs.copy)} ms "
-            f"({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at once {rows} us a row"
+            f"sampler: {periods}. Stages {_ms(*self.stages)} ms, projection "
+            f"{_ms(self.projection)} ms; projection and rows of no more than a temperature "
+            f"{_ms(*self.plain.values())} ms; projection with vLLM's sampler "
+            f"{_ms(*self.device.values())} ms; logits to the host {_ms(self.copy)} ms "
+            f"({self.copied / self.copy / 1e9:.3g} GB/s); all samplers at once {rows} us a row"
         )
 
 

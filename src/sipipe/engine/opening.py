@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from sipipe._version import __version__
 from sipipe.engine.bus import Host
-from sipipe.engine.cpu_sampling import Choice, Costs
+from sipipe.engine.cpu_sampling import Costs
 from sipipe.engine.hosts import link_port
 from sipipe.engine.layers.cut import COST_TOKENS
 from sipipe.engine.layers.vocabulary import Vocabulary, columns, settle
@@ -36,8 +36,6 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Running:
-    """What runs."""
-
     setup: Setup
     """As decided before, or with vLLM's sampler if that was measured to be better."""
     samplers: int
@@ -152,10 +150,9 @@ class Opening:
             copied=copied.copied,
             draws=drawing,
         )
-        choice = Choice(costs)
-        logger.info("%s", choice)
-        self._calls.ask(Settle(draws=choice.draws), self._seconds)
-        return choice.draws
+        logger.info("%s", costs)
+        self._calls.ask(Settle(draws=costs.choice), self._seconds)
+        return costs.choice
 
 
 def make_final_links(setup: Setup, kind: TransportKind, device: Device) -> list[LinkEndpoint]:

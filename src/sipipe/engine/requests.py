@@ -29,7 +29,7 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 
-from sipipe.messages.params import SequenceParams, derive_seed, is_plain, unsupported
+from sipipe.messages.params import SequenceParams, derive_seed, is_plain
 from sipipe.messages.step import Added, Grammar, Step, int32_bytes
 
 if TYPE_CHECKING:
@@ -358,8 +358,6 @@ def _give_seed(new: NewRequestData, request: TrackedRequest) -> None:
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
     """What of vLLM's ``SamplingParams`` concerns drawing a token. ``seed`` is used where the request
     brings none. Raises ValueError: a parameter that the samplers do not take."""
-    if field := unsupported(params):
-        raise ValueError(f"{field} is not supported by SiPipe's samplers")
     found = SequenceParams.of(params)
     return found if found.seed is not None else msgspec.structs.replace(found, seed=seed)
 

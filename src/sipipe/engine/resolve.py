@@ -124,11 +124,11 @@ class SampledLogprobs:
     def __init__(self, rows: dict[int, list[LogprobsLists]]) -> None:
         self._rows = rows
 
-    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
-        """Those of one request; empty while it is in the middle of its prompt."""
+    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists | None:
+        """Those of one request; None while it is in the middle of its prompt."""
         rows = self._rows[req_idx][:num_positions] if num_positions else []
         if len(rows) < 2:
-            return rows[0] if rows else _NO_LOGPROBS
+            return rows[0] if rows else None
         ids, values, ranks, _ = zip(*rows, strict=True)
         return LogprobsLists(*map(np.concatenate, (ids, values, ranks)), None)
 
@@ -170,8 +170,3 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         prompt_logprobs_dict=told(report.prompt_logprobs if report else ()),
         prompt_token_id_logprobs_dict=told(report.prompt_scores if report else ()),
     )
-
-
-_NO_LOGPROBS = LogprobsLists(
-    np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
-)

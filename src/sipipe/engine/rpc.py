@@ -63,8 +63,6 @@ def result_of(future: Future[T], late: Callable[[], object], seconds: float) -> 
 
 @dataclass
 class Calls:
-    """The calls that are out."""
-
     _bus: Bus
     _workers: Sequence[str]
     """Their names, by rank."""

@@ -39,6 +39,8 @@ class Workers:
         tp, layers = setup.ranks, setup.layers
         self._children = children
         self._rendezvous = [get_file_store_init_method() for _ in setup.here]
+        self.remove_rendezvous = partial(remove_rendezvous, self._rendezvous)
+        """Removes the files through which the ranks found each other; nobody opens them again."""
         """One torch.distributed address for the ranks of each stage."""
         self.all: list[Child] = []
         """By rank."""
@@ -112,10 +114,6 @@ class Workers:
         for worker in self.all:
             worker.say(bus)
         self.remove_rendezvous()
-
-    def remove_rendezvous(self) -> None:
-        """Remove the files through which the ranks found each other; nobody opens them again."""
-        remove_rendezvous(self._rendezvous)
 
 
 def _of_this_host(setup: Setup) -> VllmConfig:

@@ -50,7 +50,7 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     """Subtracted from logits of tokens in the output, times their occurrences. In [-2, 2]."""
     seed: int | None = None
-    """Any integer; its low 64 bits are used. None: fresh entropy, where nobody derives one."""
+    """Of 64 bits, with a sign or without. None: fresh entropy, where nobody derives one."""
     logprobs: int | None = None
     """How many logprobs to return besides the drawn token's; -1: all; None: none."""
     logprob_token_ids: list[int] | None = None
@@ -82,6 +82,9 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(f"top_k must be 0 or -1 (off) or an integer >= 1, got {self.top_k}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
+        for name in ("top_k", "seed", "thinking_token_budget"):  # msgpack has no others
+            if not -(2**63) <= (getattr(self, name) or 0) < 2**64:
+                raise ValueError(f"{name} must fit into 64 bits, got {getattr(self, name)}")
         if self.logprobs is not None and self.logprobs < -1:
             raise ValueError(f"logprobs must be -1 (all), None or >= 0, got {self.logprobs}")
         if self.min_tokens < 0:
@@ -125,7 +128,7 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     @classmethod
     def of(cls, source: Any) -> SequenceParams:
         """From an object with the same attributes, such as vLLM's ``SamplingParams``; those that it
-        lacks keep their defaults, long lists become bytes. Ask `unsupported` first."""
+        lacks keep their defaults, long lists become bytes."""
         values: dict[str, Any] = {}
         for field in _fields(cls):
             if (value := getattr(source, field.name, None)) is None:
@@ -156,17 +159,10 @@ def _packed(field: str, kind: str, numbers: Collection[float]) -> bytes:
         raise ValueError(f"{field}: {error}") from None
 
 
-def unsupported(source: Any) -> str | None:
-    """Why a ``SamplingParams`` needs vLLM's own sampler, naming the field; None if it does not."""
-    if getattr(source, "trace_decode_token_ids", None) is not None:
-        return "trace_decode_token_ids"
-    return None
-
-
 def is_plain(source: Any) -> bool:
     """Whether a ``SamplingParams`` asks for no more than a temperature, 0 included, and a seed: by
     this alone ``"cpu_sampling": "per_row"`` has it drawn on the last stage's device."""
-    if unsupported(source) or source.structured_outputs is not None:
+    if source.structured_outputs is not None:
         return False
     try:
         found = SequenceParams.of(source)

@@ -105,8 +105,6 @@ def run_id() -> str:
 
 
 class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
-    """What the page is of."""
-
     stages: int
     ranks: int = 1
     samplers: int
@@ -241,7 +239,6 @@ class LiveWriter:
         self._words[word] += amount
 
     def set(self, word: Word, value: int) -> None:
-        """Set a gauge."""
         self._words[word] = value
 
 

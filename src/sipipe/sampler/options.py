@@ -34,11 +34,12 @@ class ThinkingBudget:
         self.budget = budget
         self._start = list(start_token_ids)
         self._end = list(end_token_ids)
-        self._ends = [end for end in (self._end, list(natural_end_token_ids)) if end]
+        natural = list(natural_end_token_ids)
+        self._ends = [end for end in (self._end, natural * (natural != self._end)) if end]
         self._tail: list[int] = []  # output tokens since the last change of state
         self._count = 0
         self._forced = 0  # end tokens already forced
-        prompt = [int(token) for token in prompt_token_ids]
+        prompt = np.fromiter(prompt_token_ids, np.int64)
         start = _last(prompt, self._start)
         self.thinking = start > max((_last(prompt, end) for end in self._ends), default=-1)
         if self.thinking:
@@ -74,13 +75,11 @@ class ThinkingBudget:
         self._tail.clear()
 
 
-def _last(tokens: list[int], marker: list[int]) -> int:
+def _last(tokens: npt.NDArray[np.int64], marker: list[int]) -> int:
     """Start of the last occurrence of ``marker``, or -1."""
-    if marker:
-        for at in range(len(tokens) - len(marker), -1, -1):
-            if tokens[at : at + len(marker)] == marker:
-                return at
-    return -1
+    starts = np.flatnonzero(tokens == marker[0])[::-1] if marker else ()
+    found = (int(at) for at in starts if tokens[at : at + len(marker)].tolist() == marker)
+    return next(found, -1)
 
 
 Ids = npt.NDArray[np.int32]

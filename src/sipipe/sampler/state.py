@@ -86,9 +86,6 @@ class SequenceColumns:
         self._has_options = np.zeros(0, np.bool_)
         self._grow(16)
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def __contains__(self, handle: int) -> bool:
         return handle in self._requests
 
@@ -279,10 +276,8 @@ class SequenceColumns:
     ) -> SampleResult:
         vocab, ends = self._vocab_size, out.score_ends
         flat, starts = read_rows(logits, indices, vocab)
-        which = np.arange(indices.size)
-        if which.size:
-            rows = flat, starts, which, vocab, requests, follows, ahead
-            sample_rows(*rows, state, options, self._scores, self._work, out)
+        rows = flat, starts, vocab, requests, follows, ahead
+        sample_rows(*rows, state, options, self._scores, self._work, out)
         logprobs = {}
         scored = (options.wanted >= 0) & (out.codes == 0) & (out.tokens != NOT_DRAWN)
         for i in np.flatnonzero(scored).tolist():
@@ -336,7 +331,6 @@ class SequenceColumns:
             raise KeyError(f"handle {error.args[0]} has not joined") from None
 
     def _with_options(self, requests: npt.NDArray[np.int64]) -> Iterable[int]:
-        """Which of ``requests`` have options."""
         return np.flatnonzero(self._has_options[requests]).tolist() if self._options else ()
 
     def _grow(self, size: int) -> None:

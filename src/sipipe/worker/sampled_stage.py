@@ -65,7 +65,6 @@ class Surroundings:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports."""
         place = self.boot.place
         return place.is_last and place.tp_rank == 0
 

@@ -45,7 +45,6 @@ class Header(NamedTuple):
 
 
 def pack(header: Header, body: bytes = b"") -> bytes:
-    """A packet."""
     return _FIELDS.pack(*header) + body
 
 

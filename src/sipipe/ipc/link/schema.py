@@ -141,7 +141,6 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def buffer_bytes(schema: TensorSchema, max_tokens: int) -> int:
-    """Bytes of a buffer for ``schema``."""
     return round_up(max(1, schema.offsets(max_tokens)[-1]), PAGE)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sipipe.errors import ResourceError, UnsupportedError
+from sipipe.errors import ResourceError
 from sipipe.ipc.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.ipc.link.packets import HEADER_BYTES, Header, Kind, PacketConnection, pack, unpack
 from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
@@ -72,25 +72,15 @@ class ShmSending:
         self._packet = bytearray(HEADER_BYTES)
         _greet(self._connection)
 
-    def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
+    def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:  # noqa: ARG002
         """What :meth:`transmit` has to wait for: an event, or None. A transport may replace ``parts``,
-        the schema's tensors, by contiguous ones. UnsupportedError: it cannot carry from a device."""
+        the schema's tensors, by contiguous ones."""
         for part in parts:
             if not part.is_cpu:
-                return self._after_kernels(schema, parts)
+                event = torch.cuda.Event(blocking=True)  # waiting for it does not spin
+                event.record(torch.cuda.current_stream(part.device))
+                return event
         return None
-
-    def _after_kernels(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
-        for spec, part in zip(schema.specs, parts, strict=True):
-            if part.device.type not in ("cpu", "cuda"):
-                raise UnsupportedError(
-                    f"{self._endpoint.describe()} carries CPU and CUDA tensors and {spec.key!r} is on "
-                    f"{part.device}"
-                )
-        event = torch.cuda.Event(blocking=True)  # waiting for it does not spin
-        device = next(part.device for part in parts if part.is_cuda)
-        event.record(torch.cuda.current_stream(device))
-        return event
 
     def is_quick(self, nbytes: int, after: Any) -> bool:
         """Whether a frame of ``nbytes`` bytes is quick enough for the caller's own thread."""

@@ -184,8 +184,7 @@ class DispatchReader:
     """One named reader of a dispatch channel. Not for two threads at once."""
 
     def __init__(self, endpoint: RingEndpoint, name: str) -> None:
-        """Attach as the declared reader ``name``. Raises PeerDiedError: the producer is gone.
-        ChannelError: ``name`` is not declared, or somebody else has attached as it."""
+        """Attach as the declared reader ``name``. Raises PeerDiedError: the producer is gone."""
         self._ring = RingReader(Ring.attach(endpoint), name)
         self._partial = bytearray()
         self._expected = -1

@@ -4,7 +4,7 @@ import time
 from array import array
 
 from sipipe.errors import StallError
-from sipipe.ipc.errors import ChannelClosed, ChannelError, PeerDiedError
+from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, EXCLUSIVE, SHARED, Ring
 
@@ -112,8 +112,7 @@ class RingReader:
     and that of ``(next - 2) % N`` while ``_holds_previous``."""
 
     def __init__(self, ring: Ring, name: str) -> None:
-        """Attach as the declared reader ``name``; closes ``ring`` when that fails. Raises
-        ChannelError: it is not declared, or somebody else has attached as it."""
+        """Attach as the declared reader ``name``; closes ``ring`` when that fails."""
         self.ring = ring
         self._name = name
         self._words, self._locks = ring.words, ring.locks
@@ -132,17 +131,12 @@ class RingReader:
 
     def _attach(self) -> None:
         ring = self.ring
-        if not (found := [k for k, name in ring.readers() if name == self._name]):
-            raise ChannelError(
-                f"channel {ring.channel}: no reader {self._name!r} is declared "
-                f"(declared: {', '.join(name for _, name in ring.readers()) or 'none'})"
-            )
+        found = [k for k, name in ring.readers() if name == self._name]
+        assert found, f"channel {ring.channel}: no reader {self._name!r} is declared"
         base = self._base = ring.layout.reader_word(found[0])
         self._generation = self._words[base + at.R_GENERATION]
-        if not self._locks.try_lock(EXCLUSIVE, at.LIFE + found[0]):
-            raise ChannelError(
-                f"channel {ring.channel}: reader {self._name!r} is attached by another process"
-            )
+        taken = self._locks.try_lock(EXCLUSIVE, at.LIFE + found[0])
+        assert taken, f"channel {ring.channel}: reader {self._name!r} is attached twice"
         if (start := self._words[base + at.R_START]) >= 0:
             taken = self._try_lock(start - 1)
             assert taken, "a declared reader was overtaken"

@@ -92,7 +92,6 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all payload."""
         return self.entries * self.stride + self.arena
 
     @property

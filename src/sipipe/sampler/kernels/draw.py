@@ -29,7 +29,7 @@ from sipipe.sampler.kernels.bounds import (
     block_split,
     block_split_exactly,
 )
-from sipipe.sampler.kernels.lists import bits_float, list_mass
+from sipipe.sampler.kernels.lists import list_mass
 from sipipe.sampler.kernels.philox import uniform, uniforms
 from sipipe.sampler.kernels.scan import LOWEST, is_masked, positions_between
 
@@ -214,7 +214,8 @@ def _split(
         for i in range(token + 1, min((own + 1) << 8, x.size)):
             tied += element(x, i) == value and not is_masked(i, work)
     weight = np.float64(value - top) * np.float64(slope) + 127.0 * UNIT
-    weight = 2.0 ** (weight / UNIT - 127.0) if exact else bits_float(np.uint32(max(weight, 0.0)))
+    curve = np.float64(np.uint32(max(weight, 0.0)).view(np.float32))
+    weight = 2.0 ** (weight / UNIT - 127.0) if exact else curve
     return before + tied * weight, rest - tied * weight
 
 

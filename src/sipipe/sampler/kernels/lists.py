@@ -15,18 +15,6 @@ from sipipe.sampler.kernels.blocks import Sums, consecutive, offset_of, vectors_
 _REAL, _INT = types.float32, types.intp
 
 
-@operation(types.uint32, _REAL, inline=True)
-def float_bits(builder: Any, _: Any, value: Any) -> Any:
-    """The bits of a float32 as uint32."""
-    return builder.bitcast(value, vec.I32)
-
-
-@operation(_REAL, types.uint32, inline=True)
-def bits_float(builder: Any, _: Any, value: Any) -> Any:
-    """The float32 with the bits of a uint32."""
-    return builder.bitcast(value, vec.F32)
-
-
 @operation(types.Tuple((_REAL, types.int64)), ARRAY, ARRAY, _INT, _REAL)
 def list_mass(
     builder: Any, kind: Any, values: Any, weights: Any, start: Any, threshold: Any

@@ -7,7 +7,6 @@ import numpy as np
 from sipipe.jit import kernel
 from sipipe.sampler.kernels import scan
 from sipipe.sampler.kernels.blocks import block_count
-from sipipe.sampler.kernels.lists import bits_float, float_bits
 
 _SIGN = np.uint32(0x80000000)
 _FULL = np.uint64(0xFFFFFFFF)
@@ -22,7 +21,7 @@ _ROUNDING = np.float32(2.4e-7)
 @kernel
 def key_of(value: Any, tie: Any) -> Any:
     """A sort key: descending in it is descending in ``value``, then descending in ``tie``."""
-    bits = float_bits(np.float32(value) + np.float32(0.0))
+    bits = np.float32(np.float32(value) + np.float32(0.0)).view(np.uint32)
     ordered = ~bits if bits & _SIGN else bits | _SIGN
     return (np.uint64(ordered & np.uint32(0xFFFFFFFF)) << _32) | np.uint64(tie)
 
@@ -36,7 +35,7 @@ def key_tie(key: Any) -> Any:
 def key_value(key: Any) -> Any:
     ordered = np.uint32(key >> _32) & np.uint32(0xFFFFFFFF)
     bits = ordered ^ _SIGN if ordered & _SIGN else ~ordered
-    return bits_float(np.uint32(bits))
+    return np.uint32(bits).view(np.float32)
 
 
 @kernel

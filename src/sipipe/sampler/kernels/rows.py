@@ -110,7 +110,6 @@ def _draw_row(
 def sample_rows(
     flat: Any,
     starts: Any,
-    which: Any,
     vocab: int,
     requests: Any,
     follows: Any,
@@ -121,15 +120,14 @@ def sample_rows(
     work: Work,
     out: Output,
 ) -> None:
-    """Rows ``i = which[j]`` of the call, of ``requests[i]``: ``flat[starts[j]:][:vocab]``.
+    """Each row i of the call, of ``requests[i]``: ``flat[starts[i]:][:vocab]``.
     ``follows[i]``: the draft that row i stands behind, which row i - 1 has to draw; negative: none.
     ``ahead[i]``: how many drafts there are before it. ``out.tokens`` and ``out.codes`` hold -1 and
     0 before."""
-    for j in range(starts.size):
-        i = which[j]
+    for i in range(starts.size):
         if follows[i] == LATER or (ahead[i] > 0 and out.tokens[i - 1] != follows[i]):
             out.tokens[i] = NOT_DRAWN
             continue
-        x = flat[starts[j] : starts[j] + vocab]
+        x = flat[starts[i] : starts[i] + vocab]
         _draw_row(x, i, requests[i], ahead[i], state, options, scores, work, out)
         clear_mask(work)

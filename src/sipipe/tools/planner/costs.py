@@ -151,9 +151,8 @@ class DatasheetCosts:
         each = engine.preparation_sequence_us + (engine.readd_us if stage.stages > 1 else 0.0)
         return (engine.preparation_us + each * work.batch) * _MICRO
 
-    def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
+    def transfer(self, engine: Engine, stage: Stage, _work: Microbatch) -> float:
         """Time a stage loses on a hand-over beyond moving the bytes, which :meth:`hop` has."""
-        del work
         return engine.transfer_us * _MICRO if stage.stages > 1 else 0.0
 
     def hop(self, stage: Stage, work: Microbatch) -> float:

@@ -33,7 +33,6 @@ def steps(ends: Array, pauses: Intervals, window: Window) -> Floats:
 
 
 def ended(records: Records, window: Window) -> Records:
-    """The records that ended in the window."""
     return records[(records["end_ns"] > window[0]) & (records["end_ns"] <= window[1])]
 
 
