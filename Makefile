@@ -9,6 +9,7 @@ QUICK := $(filter-out curves drafting one_gpu prefill prefill_apart smollm2_logi
 
 # Two processes, those tests that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
+TESTS := not slow$(if $(CI),, and not ci)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-faults soak week goldens mutants waits lint format bench bench-paper release clean
@@ -23,8 +24,8 @@ setup: ## make .venv with the CPU engine (quick when it exists)
 demo: setup ## serve a model in two stages, stream answers, measure against stock vLLM
 	@$(BIN)/python scripts/demo.py
 
-test: setup ## the tests, without those that take minutes
-	@$(PYTEST)
+test: setup ## the tests that take seconds; with CI=true also those of more than ten
+	@$(PYTEST) -m "$(TESTS)"
 
 test-all: setup ## all tests
 	@$(PYTEST) -m ""

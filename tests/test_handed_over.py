@@ -2,7 +2,7 @@
 their source reads is there, every call of theirs fits.
 
 :mod:`tests.test_seams` has what goes the other way. The source is that of the installed vLLM;
-``make test-newer`` runs this with the newest one that is supported. Of torch there is the installed
+``tests/test_newer_vllm.py`` runs this with the newest one that is supported. Of torch there is the installed
 one, and what the torch that each vLLM asks for does was written down (``CALLS``).
 """
 

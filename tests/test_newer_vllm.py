@@ -81,6 +81,7 @@ def run(newer: Path, *arguments: str) -> None:
     assert re.search(r"\d passed", done.stdout), done.stdout[-2_000:]
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(1200)  # with the download
 def test_seams_and_an_engine(newer):
     run(newer, *SEAMS, ENGINE)

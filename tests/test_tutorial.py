@@ -44,6 +44,7 @@ def lines() -> list[str]:
     return joined.splitlines()
 
 
+@pytest.mark.ci
 def test_the_tutorial(tmp_path):
     port = str(free_port())
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]

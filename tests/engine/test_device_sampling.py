@@ -42,6 +42,7 @@ def off(stages, ranks=1, **settings):
     return shared(stages, ranks, cpu_sampling="off") | {"max_logprobs": -1} | settings
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_vllms_features_and_seeds_equal_stock(models, stages):
     """Every parameter, in batches that change, with prompts in chunks. Seeded ones are not:
@@ -81,6 +82,7 @@ def test_preemption_and_chunks_of_seeded_prompts(models, stages, ranks):
     assert tokens(said[3]) == tokens(run_engine(path, [chunked], **whole)[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("stages", "installed"),
     [

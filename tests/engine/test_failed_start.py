@@ -35,6 +35,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("door", ["sipipe", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_a_command_says_it_without_a_traceback(damaged, door):
     command = [sys.executable, *COMMANDS[door], str(damaged), "--max-model-len", "256"]

@@ -63,6 +63,7 @@ def engine(broken, tmp_path_factory):
         yield engine
 
 
+@pytest.mark.ci
 def test_logits_without_a_distribution_fail_their_own_request_only(models, engine):
     """A prompt with the token whose embedding is NaN, a request whose every token is ruled out, by
     itself or by its grammar, fail and say why; the others go on."""
@@ -143,6 +144,7 @@ def kill_samplers(engine):
     assert tokens(disturbed[0]) == tokens(undisturbed[0])
 
 
+@pytest.mark.ci
 def test_a_stopped_sampler_is_replaced_and_no_token_changes(engine):
     params = greedy(1, shortest=200, longest=200)[0] | WITHOUT
     batch = {"prompts": prompts(2, vocab=999), "params": [params] * 2}

@@ -146,6 +146,7 @@ def same(found, stock):
         same_logprobs(ours["prompt_logprobs"], theirs["prompt_logprobs"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_family_equals_stock(models, name):
     family, path = FAMILIES[name], models / f"family-{name}"

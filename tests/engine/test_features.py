@@ -185,6 +185,7 @@ def test_thinking_budgets_equal_stock(models):
         assert ids[budget : budget + len(end)] == end
 
 
+@pytest.mark.ci
 def test_preemption_prefix_caching_and_several_sequences_per_request(models):
     """Growing sequences are preempted and resumed; a seed's tokens are the same all the same."""
     path, batches = model(models, "qwen2"), crowding()
@@ -199,6 +200,7 @@ def test_preemption_prefix_caching_and_several_sequences_per_request(models):
     assert all(len(request["outputs"]) == 3 for request in said[3])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_what_survives_a_storm_of_aborts_equals_stock(models, count):
     path, rng = model(models, "qwen2"), random.Random(count)

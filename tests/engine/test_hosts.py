@@ -244,6 +244,7 @@ def serve(cluster, models, tmp_path):
         one.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "encrypts",
     [True, pytest.param(False, marks=pytest.mark.slow)],

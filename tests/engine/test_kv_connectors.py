@@ -91,6 +91,7 @@ def stored(models, tmp_path_factory):
     return directory
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("stages", "ranks", "settings"),
     [
@@ -113,6 +114,7 @@ def test_blocks_come_and_go_while_others_are_served(models, stored, stages, rank
     assert [request["cached"] for request in said[0]] == [n // 32 * 32 for n in lengths]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
 def test_blocks_that_cannot_be_loaded_are_computed_or_fail_their_request(models, stored, policy):
     path, batches = model(models), MANY

@@ -87,6 +87,7 @@ def test_long_prompts_in_pieces_equal_stock(models, pp):
     check(models, "llama", pp, 1, **at_once, max_num_batched_tokens=1024)
 
 
+@pytest.mark.ci
 def test_a_mixture_in_two_stages_of_two_ranks_equals_stock(models):
     check(models, "qwen3-moe", 2, 2)
 

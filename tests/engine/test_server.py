@@ -45,6 +45,7 @@ def served(models, tmp_path_factory):
     shutil.rmtree(temporary)
 
 
+@pytest.mark.ci
 def test_served_logprobs_of_a_bfloat16_model_equal_stock(models, served):
     """One request at a time: in batches bfloat16 rounds by their shape, also in stock."""
     asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}

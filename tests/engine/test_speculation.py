@@ -80,6 +80,7 @@ def with_and_without(path, asked, drafts=SPECULATIVE, **engine):
             assert mine == theirs
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_drafts_change_no_token(models, pp):
     with_and_without(model(models), batches(), sipipe={"samplers": 2}, pipeline_parallel_size=pp)
@@ -91,6 +92,7 @@ def test_suffix_trees_change_no_token_either(models):
     with_and_without(model(models), batches(), {"method": "suffix"}, **settings)
 
 
+@pytest.mark.ci
 def test_a_killed_sampler_loses_drafts_and_no_token(models):
     path, asked = model(models), batches() * 3
     settings = {"sipipe": {"samplers": 2}, "pipeline_parallel_size": 2}

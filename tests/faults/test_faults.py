@@ -25,6 +25,7 @@ FEW = (
 )
 
 
+@pytest.mark.ci
 @pytest.mark.engine
 def test_a_few_faults_end_well(tmp_path):
     kinds = {kind.name: kind for kind in KINDS}

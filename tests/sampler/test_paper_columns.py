@@ -19,6 +19,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("t", [0, pytest.param(1, marks=SLOW), 3])

@@ -49,6 +49,7 @@ with demo["kernels"]():
 """The demo, with a server that is none."""
 
 
+@pytest.mark.ci
 def test_what_it_starts_does_not_outlive_it(tmp_path):
     (tmp_path / "build").mkdir()
     command = [sys.executable, "-c", RUN, SCRIPT]

@@ -47,6 +47,7 @@ def test_one_request_takes_stages_times_cost_for_each_token():
     assert outcome.tpot[0] == pytest.approx(3 * (0.010 + 0.001), abs=2e-3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stages", [2, *(pytest.param(p, marks=pytest.mark.slow) for p in (4, 8))])
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
 @pytest.mark.parametrize(
