@@ -11,6 +11,9 @@ QUICK := $(filter-out curves drafting one_gpu prefill prefill_apart smollm2_logi
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 TESTS := not slow$(if $(CI),, and not ci)
 
+# No proxy reaches the servers of demo and tests.
+export no_proxy := $(or $(no_proxy),$(NO_PROXY)),127.0.0.1,localhost
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-faults soak week goldens mutants waits lint format bench bench-paper release clean
 

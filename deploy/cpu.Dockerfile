@@ -16,7 +16,7 @@ WORKDIR /opt/sipipe
 # A build of torch for CPUs, from its makers' index; without it pip takes the one for CUDA.
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1
-COPY --chown=sipipe requirements requirements
+COPY --chown=sipipe requirements/cpu.lock requirements/
 COPY --chown=sipipe scripts/setup scripts/
 # A layer of its own, which stays where only SiPipe changes.
 RUN python3 scripts/setup --no-tools --engine-only

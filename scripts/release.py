@@ -39,6 +39,8 @@ def main() -> None:
             files = {member.split("/", 1)[-1] for member in archive.getnames()}
             archive.extractall(folder / "source", filter="data")
         check("the source distribution is complete", wanted <= files)
+        others = {name for name in files - wanted if not any(w.startswith(name) for w in wanted)}
+        check("and has nothing else", others <= {"PKG-INFO", ".gitignore"})
         source = next((folder / "source").iterdir())
         run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name, cwd=source)
         wheel = next(folder.glob("*.whl"))

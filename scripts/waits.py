@@ -24,7 +24,7 @@ BEGIN, END = "<!-- waits: written by `make waits` -->\n", "<!-- /waits -->"
 BLOCKING = {
     *("wait", "wait_for", "join", "result", "get", "acquire", "communicate", "waitpid"),
     *("recv", "recv_bytes", "recv_into", "recv_fds", "recv_multipart", "accept", "readline"),
-    "recv_monitor_message",
+    *("recv_monitor_message", "wait_for_peer"),
     *("send", "sendall", "sendmsg", "send_fds", "send_bytes", "send_multipart"),
     *("poll", "select", "sleep", "sigwaitinfo", "sigtimedwait", "flock", "fcntl", "synchronize"),
     *("check_call", "check_output", "create_connection", "getaddrinfo", "urlopen", "term"),

@@ -170,6 +170,7 @@ METHODS = {
     "vllm.utils.torch_utils:async_tensor_h2d": "data device dtype out",
     "vllm.utils.numa_utils:get_auto_numa_nodes": "",
     "vllm.utils.cpu_resource_utils:get_memory_node_info": "node_id",
+    "vllm.utils.cpu_resource_utils:get_visible_memory_node": None,
     "vllm.utils.cpu_resource_utils:get_cgroup_memory_limit": "",
     "vllm.utils.cpu_resource_utils:get_cgroup_memory_usage": "",
     "vllm.v1.executor.multiproc_executor:set_multiprocessing_worker_envs": "local_world_size",
@@ -283,10 +284,11 @@ ATTRIBUTES = {
     "vllm.v1.engine.utils:CoreEngineProcManager": "manager_stopped",
     "vllm.v1.engine.utils:CoreEngineActorManager": "manager_stopped",
     "vllm.config.aux_output:AuxOutputConfig": "enabled",
+    "vllm.config:SchedulerConfig": "prefill_schedule_interval",
     "vllm.config:SpeculativeConfig": (
         "method num_speculative_tokens prompt_lookup_max prompt_lookup_min "
         "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob"
+        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method"
     ),
     "vllm.envs": (
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "

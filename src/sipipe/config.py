@@ -172,7 +172,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
     ] = "auto"
     """How hidden states travel between the stages of a host. ``"auto"``: ``shm`` on CPUs,
-    ``cuda_ipc`` on GPUs, untested between several; there ``shm`` goes through host memory."""
+    ``cuda_ipc`` on GPUs that reach each other, untested between several; else ``shm``."""
 
     devices: Annotated[
         Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,

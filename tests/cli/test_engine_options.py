@@ -178,7 +178,8 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     assert [name for name, _ in started] == names + names[::-1]
     jobs = dict(started)
     for name, job in jobs.items():
-        assert job["load"][-4:] == ["--ignore-eos", "--goodput", "ttft:500", "tpot:50"]
+        assert job["load"][-3:] == ["--goodput", "ttft:500", "tpot:50"]
+        assert all(mix["ignore_eos"] for mix in job["mixes"].values())
         assert job["loads"] == [
             (way, 64, 0, rate) for rate in (2.0, 8.0) for way in ("greedy", "chat")
         ]
@@ -270,7 +271,7 @@ def test_a_row_that_refuses_an_option_does_not_cost_the_others(started, monkeypa
 
 def test_answers_may_end_where_the_model_ends_them(started):
     bench.main(["m", "--pp", "2", "--rows", "sipipe", "--own-end"])
-    assert not any("--ignore-eos" in job["load"] for _, job in started)
+    assert not any(mix["ignore_eos"] for _, job in started for mix in job["mixes"].values())
 
 
 def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys, monkeypatch):
@@ -353,14 +354,27 @@ def test_an_engine_may_take_as_long_as_its_requests_arrive(started, tmp_path):
     assert limits == [3600 + (3 + 1) * 2 * (10_000 + 1_000)] * 2
     assert [job["start"] for _, job in started] == [0, 1]
     trace = tmp_path / "arrivals.jsonl"
-    trace.write_text("".join(f'{{"timestamp": {at}}}\n' for at in range(0, 2000, 10)))
+    trace.write_text(
+        "".join(
+            f'{{"timestamp": {at}, "input_length": 16, "hash_ids": [1]}}\n'
+            for at in range(0, 2000, 10)
+        )
+    )
     bench.main([*argv, "--trace-file", str(trace)])
     assert limits[2:] == [3600 + (3 + 1) * 2 * 990] * 2
-    trace.write_text('{"timestamp": 3600000}')  # ms
+    with pytest.raises(ConfigError, match="fewer than --requests"):
+        bench.main([*argv, "--requests", "300", "--trace-file", str(trace)])
+    argv += ["--requests", "1"]
+    trace.write_text('{"timestamp": 1, "input_length": 512, "hash_ids": [1]}')
+    with pytest.raises(ConfigError, match="hash_ids of other than 16 tokens"):
+        bench.main([*argv, "--trace-file", str(trace)])
+    trace.write_text('{"timestamp": 3600000, "input_length": 16, "hash_ids": [1]}')  # ms
     with pytest.raises(ConfigError, match="would arrive for 7200000 s"):
         bench.main([*argv, "--trace-file", str(trace)])
     trace.write_text("{}")
-    with pytest.raises(ConfigError, match=r"--trace-file .*: no arrivals: KeyError\('timestamp'\)"):
+    with pytest.raises(
+        ConfigError, match=r"--trace-file .*: no such trace: KeyError\('timestamp'\)"
+    ):
         bench.main([*argv, "--trace-file", str(trace)])
 
 

@@ -15,7 +15,11 @@ REPLICAS = {"parallel_config__data_parallel_size": 2}
 
 def drafts(method="ngram", *, by_size=False):
     """A ``--speculative-config``."""
-    return SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: by_size)
+    return SimpleNamespace(
+        method=method,
+        uses_dynamic_speculative_decoding=lambda: by_size,
+        rejection_sample_method="standard",
+    )
 
 
 def vllm_config(**changes):
@@ -55,7 +59,11 @@ def vllm_config(**changes):
         "cache_config": {"kv_sharing_fast_prefill": False},
         "observability_config": {"cudagraph_metrics": False},
         "aux_output_config": {"enabled": False},
-        "scheduler_config": {"async_scheduling": False, "scheduler_cls": None},
+        "scheduler_config": {
+            "async_scheduling": False,
+            "scheduler_cls": None,
+            "prefill_schedule_interval": 1,
+        },
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
     flat = dict.fromkeys((*names, "additional_config", "is_mm_encoder_only"))

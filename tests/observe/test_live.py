@@ -31,7 +31,7 @@ def test_every_block_is_its_own(page):
     assert len(set(page.blocks.values())) == 7
     for number, block in enumerate(blocks):
         page.writer(*block).set(Word.RUNNING, number)
-    assert [page.read(*b)[Word.RUNNING] for b in blocks] == list(range(7))
+    assert [page.block(b)[Word.RUNNING] for b in blocks] == list(range(7))
     for wrong in (("stage", 2, 0), ("stage", 0, 2), ("sampler", 2, 0), ("executor", 1, 0)):
         with pytest.raises(KeyError):
             page.writer(*wrong)
@@ -47,7 +47,7 @@ def test_another_process_writes_and_is_seen(page):
         "writer.add(Word.RESTARTS, 3); writer.add(Word.RESTARTS)\n"
     )
     subprocess.run([sys.executable, "-c", program, page.path], check=True, timeout=60)
-    assert page.read("sampler", 1)[Word.RESTARTS] == 4
+    assert page.block(("sampler", 1, 0))[Word.RESTARTS] == 4
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -147,7 +147,7 @@ def test_recorder_without_a_file_feeds_the_page(page):
     recorder = open_recorder(None, Header(role="sampler", index=1), page.writer("sampler", 1))
     recorder.record(Phase.WAIT_LOGITS, 4, 0, 0, 1000, batch=8)
     recorder.record(Phase.SAMPLE, 4, 0, 1000, 3000, batch=8, tokens=8)
-    words = page.read("sampler", 1)
+    words = page.block(("sampler", 1, 0))
     assert words[Word.PHASE_NS + Phase.SAMPLE] == 2000
     assert words[Word.SEQUENCES] == words[Word.TOKENS] == 8
     assert words[Word.PHASE_LAST + Phase.WAIT_LOGITS] == 5
@@ -161,7 +161,7 @@ def test_a_process_that_comes_again_goes_on_with_its_figures(page):
         writer.phase(Phase.SAMPLE, 3, 100, 110, 7, 8)
         del writer
         theirs.close()
-    words = page.read("sampler", 1)
+    words = page.block(("sampler", 1, 0)).tolist()
     assert words[: Word.TOKENS + 1] == [2, 14, 16]
     assert words[Word.PHASE_NS + Phase.SAMPLE] == 20
     assert words[Word.PHASE_NS + Phase.WAIT_LOGITS] == 200

@@ -101,6 +101,12 @@ def recorded(setup, monkeypatch):
     def run(command, what, meanwhile=lambda: None, **how):
         commands.append(command)
         packages(setup).mkdir(parents=True, exist_ok=True)
+        if "venv" in command:
+            python = Path(setup.VENV) / "bin" / "python"
+            python.parent.mkdir()
+            python.write_text("#!/bin/sh\n")
+            python.chmod(0o755)
+            Path(setup.VENV, "pyvenv.cfg").write_text(f"command = {' '.join(command)}\n")
         meanwhile()
 
     monkeypatch.setattr(setup, "run", run)
@@ -153,6 +159,17 @@ def test_what_was_interrupted_is_done_again_also_for_the_old_lock(setup, recorde
     recorded.clear()
     setup.main()
     assert len(recorded) == 7
+
+
+def test_an_environment_that_was_copied_moved_or_lost_its_python_is_made_anew(setup, recorded):
+    setup.main()
+    config, python = Path(setup.VENV, "pyvenv.cfg"), Path(setup.VENV, "bin", "python")
+    for spoil in (python.unlink, lambda: config.write_text("command = python -m venv /other")):
+        spoil()
+        recorded.clear()
+        setup.main()
+        assert "-m venv" in " ".join(recorded[0])
+        assert len(recorded) == 8
 
 
 def test_an_image_has_no_tools_and_no_trained_model(setup, recorded, monkeypatch):

@@ -132,6 +132,6 @@ def test_more_blocks_than_a_row_has_is_an_error_not_a_neighbours_row():
     states = RequestStates(range(2), (2,))
     rows = [states.add("a", [1]), states.add("b", [1])]
     states.append_blocks(rows, [[[5, 6]], [[7]]])
-    with pytest.raises(ValueError, match="given 3 blocks, its row holds 2"):
+    with pytest.raises(AssertionError, match="3 blocks for a row of 2"):
         states.append_blocks(rows[:1], [[[9]]])
     assert np.array_equal(states.blocks[0][states.index["b"]], [7, 0])

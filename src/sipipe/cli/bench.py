@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from typing import Any
 from sipipe.cli.bench_tables import STOCK, show, table
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
-from sipipe.cores import equal_shares, this_machine
+from sipipe.cores import degrees, equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.tools.child import TIMEOUT, measured
 from sipipe.tools.load import SAMPLING
@@ -250,7 +251,8 @@ def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     if stock:
         drafts = ["--speculative-config", own.drafts] if own.drafts and own.pp == 1 else []
         command = [*STOCK, *command, *drafts]
-        env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), own.pp * own.tp)
+        workers = math.prod(degrees(command) or (own.pp, own.tp))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), workers)
         if own.layers:
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
     else:
@@ -275,7 +277,6 @@ def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     else:
         how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens[0])]
         how += ["--random-output-len", str(own.tokens)]
-    how += ["--ignore-eos"] * (not own.own_end)
     if own.goodput:
         how += ["--goodput", *own.goodput]
     _, given = _config(rest)
@@ -290,7 +291,8 @@ def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         for rate in ([0] if own.trace_file else own.rate)
     ]
     return {
-        "mixes": {way: SAMPLING[way] for way, *_ in loads},
+        # Here, for of random prompts and of traces vLLM's client ignores ends itself.
+        "mixes": {way: SAMPLING[way] | {"ignore_eos": not own.own_end} for way, *_ in loads},
         "load": how,
         "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1:]),
         "repeat": own.repeat,
@@ -303,9 +305,14 @@ def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) ->
     most = max(count for _, count, *_ in loads)
     try:
         lines = Path(trace).read_text("utf-8").splitlines()[:most] if trace else []
-        at = [float(json.loads(line)["timestamp"]) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        at = [float(row["timestamp"]) for row in rows]
+        if trace and (
+            len(at) < most or any(16 * len(r["hash_ids"]) < r["input_length"] for r in rows)
+        ):
+            raise ValueError("fewer than --requests, or hash_ids of other than 16 tokens")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"bench: --trace-file {trace}: no arrivals: {error!r}") from None
+        raise ConfigError(f"bench: --trace-file {trace}: no such trace: {error!r}") from None
     seconds = sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
     if seconds > LONGEST:
         raise ConfigError(f"bench: requests would arrive for {seconds:.0f} s (timestamps: seconds)")
@@ -339,7 +346,7 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
     writers: Counter[str] = Counter()
     for job in jobs.values():
         config, given = _config(job["command"])
-        if trace := given.trace or config.trace:
+        if (trace := given.trace or config.trace) and job["command"][: len(STOCK)] != STOCK:
             writers[trace] += own.engines
     for trace, engines in writers.items():
         if engines > 1:

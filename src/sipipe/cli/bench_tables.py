@@ -43,7 +43,7 @@ def table(
             for metric in ("ttft", "tpot"):
                 for q in ("p50", "p99"):
                     values = [run[f"{q}_{metric}_ms"] for run in runs]
-                    row[f"{metric.upper()} {q}"] = f"{statistics.median(values):,.0f}"
+                    row[f"{metric.upper()} {q}"] = f"{statistics.median(values):,.1f}"
             if (good := [run.get("request_goodput") for run in runs])[0] is not None:
                 row["goodput/s"] = f"{statistics.median(good):.2f}"
             row["KV tokens"] = starts[0]["kv_tokens"]

@@ -13,8 +13,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
@@ -102,7 +104,10 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
         text = f"LD_PRELOAD has no {' and no '.join(lacks)}, which vLLM advises" if lacks else given
         yield Finding("preloads", "warning" if lacks else "ok", text)
     name = os.environ.get("CXX", "g++")
-    if compiler := shutil.which(name):
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        missing = "no Python.h (apt install python3-dev, dnf install python3-devel)"
+        yield Finding("compiler", "warning", f"{missing}: only --enforce-eager works")
+    elif compiler := shutil.which(name):
         yield Finding("compiler", "ok", compiler)
     else:
         # torch.compile runs CXX as one program, so that "ccache g++" is none.

@@ -126,7 +126,7 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
 
 
 def _lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return [one for line in out.read_text().splitlines() if "step" in (one := json.loads(line))]
 
 
 def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> dict[str, Any]:

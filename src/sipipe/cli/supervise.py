@@ -9,7 +9,7 @@ Guarantees
     while the server starts: after the time that ``--shutdown-timeout`` gives to requests and
     :data:`GRACE`, at once at a second signal that is no SIGHUP. SIGHUP and SIGQUIT that were ignored
     when it began (``nohup``) still are.
-    The exit status is not 0 unless it was asked to end. The server does not outlive this process,
+    Status 0 is for ends that were asked for, help, and agents whose engine ended. The server does not outlive this process,
     and no process of the server the server.
 """
 

@@ -32,7 +32,7 @@ from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
 from sipipe.errors import ConfigError, StallError, tell
 from sipipe.ipc.connection import Connection
-from sipipe.ipc.errors import PeerDiedError
+from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request
@@ -90,6 +90,7 @@ def _introduce(
 ) -> tuple[say.Plan, int]:
     """What the main host wants, and what to add to this host's wall clock to have its."""
     deadline, refusals = time.monotonic() + setup.config.start_timeout, 0
+    # wait: `start_timeout`; the main host
     while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
         if not connection.refused:
             raise StallError(
@@ -143,6 +144,8 @@ class Agent:
         self._forwarding: dict[int, threading.Thread] = {}
         self._admitted: dict[int, threading.Event] = {}
         self._ended = threading.Event()
+        # Figures arrive in the order in which they were read: counters never go back.
+        self._telling = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def run(self) -> int:
         """Follow the main host; returns the exit status."""
@@ -181,7 +184,8 @@ class Agent:
     def _take(self, message: object) -> None:
         match message:
             case say.Publish(parts):
-                self._host.publish(parts)
+                with suppress(ChannelClosed):  # what comes next says why
+                    self._host.publish(parts)
             case Request():
                 self._calls.put(message)
             case say.Admit(index, snapshot):
@@ -252,17 +256,19 @@ class Agent:
                 data = tokens.recv(CHUNK)
             except OSError:
                 data = b""
-            if (figures := self._figures_here()) is None:
-                break
-            self._send(say.Tokens(index, data, figures))
+            with self._telling:
+                if (figures := self._figures_here()) is None:
+                    break
+                self._send(say.Tokens(index, data, figures))
         tokens.close()
 
     def _send_figures(self) -> None:
         sent = b""
         while not self._ended.wait(FIGURES_SECONDS):
-            if (figures := self._figures_here()) is not None and figures != sent:
-                sent = figures
-                self._send(say.HostFigures(figures))
+            with self._telling:
+                if (figures := self._figures_here()) is not None and figures != sent:
+                    sent = figures
+                    self._send(say.HostFigures(figures))
 
     def _figures_here(self) -> bytes | None:
         """None: their page is closed, for the engine has ended."""

@@ -38,7 +38,7 @@ class Health:
 
     def _stalled(self) -> bool:
         self._pages = still_there(self._pages)
-        return any(page.read("executor")[Word.STALLED] for page in self._pages)
+        return any(page.block(("executor", 0, 0))[Word.STALLED] for page in self._pages)
 
 
 def _ending(state: Any) -> bool:

@@ -122,7 +122,7 @@ class Pipeline:
         return observed(scheduler, *shared, self.dispatcher.go_on, rows=rows)
 
     def fail(self, error: BaseException) -> None:
-        """Resolve everything that is out with ``error``."""
+        """Resolve everything that is out with ``error``; all processes end."""
         for resolve in self._resolving:
             resolve(error)
         for host in self._hosts:

@@ -34,9 +34,7 @@ def register() -> None:
     from vllm.engine import arg_utils
 
     from sipipe.engine.checkpoint import check_model
-    from sipipe.observe import metrics
 
-    metrics.register()
     create = arg_utils.EngineArgs.create_engine_config
     if getattr(create, "__sipipe__", False):
         return
@@ -116,8 +114,10 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     from sipipe.engine.executor import Executor
     from sipipe.engine.setup import PipelineVllmConfig
     from sipipe.engine.speculation import fill_in
+    from sipipe.observe import metrics
 
     SiPipeConfig.from_additional_config(engine_args.additional_config)
+    metrics.register()
     tell_clients_why()
     say_cause_once()
     # For no seconds vLLM's server kills all, with a warning for each: one less than the supervisor.

@@ -5,8 +5,8 @@ Who runs here
     thread for each host takes in what its agent says, and calls the same handlers as the events
     thread of this host does.
 Guarantees
-    A host that is lost, or whose agent ends, fails the engine with its number, address and stages
-    named. Everything that was sent to a host arrives in the order of the calls.
+    A host that was met and is lost, or ends, fails the engine, named by number, address and stages.
+    Everything that was sent to a host arrives in the order of the calls.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class RemoteHost:
 
     def _meet(self, deadline: float) -> None:
         setup, connection, warned = self._setup, self._connection, False
+        # wait: `start_timeout`; the agent
         while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
                 raise StallError(

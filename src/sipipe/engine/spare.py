@@ -4,7 +4,7 @@ Who runs here
     The events thread of the children of its host; ``want`` first where the samplers are opened, and
     ``close`` at the engine's end.
 Guarantees
-    A sampler that dies has a successor at once that need not start. The next spare starts
+    Where one is warm, a sampler that dies has a successor at once. The next spare starts
     ``SPARE_SECONDS`` later, at low priority; so does the first, once the samplers have opened their
     channels. A spare that ends by itself is replaced, and nothing else comes of it.
 Relies on

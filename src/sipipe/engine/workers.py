@@ -39,9 +39,9 @@ class Workers:
         tp, layers = setup.ranks, setup.layers
         self._children = children
         self._rendezvous = [get_file_store_init_method() for _ in setup.here]
+        """One torch.distributed address for the ranks of each stage."""
         self.remove_rendezvous = partial(remove_rendezvous, self._rendezvous)
         """Removes the files through which the ranks found each other; nobody opens them again."""
-        """One torch.distributed address for the ranks of each stage."""
         self.all: list[Child] = []
         """By rank."""
         set_multiprocessing_worker_envs(len(setup.here) * tp)  # for GPUs alone

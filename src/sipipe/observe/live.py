@@ -181,12 +181,8 @@ class LivePage:
         assert self._descriptor is not None, "only the owner of a page knows its path"
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
-    def read(self, role: Role, index: int = 0, rank: int = 0) -> list[int]:
-        """A copy of a block's words; index it with :class:`Word`."""
-        return self.block((role, index, rank)).tolist()
-
     def block(self, key: Key) -> memoryview:
-        """A process's words, which only it writes."""
+        """A process's words, which only it writes; index it with :class:`Word`."""
         return self.words[self.blocks[key] :][:_WORDS]
 
     def writer(self, role: Role, index: int = 0, rank: int = 0) -> LiveWriter:

@@ -84,7 +84,7 @@ class Poll:
     def blocks(self) -> list[Block]:
         """The blocks of all processes: executor, stages, samplers."""
         now = time.monotonic_ns()
-        words = {key: self.page.read(*key) for key in self.page.blocks}
+        words = {key: self.page.block(key).tolist() for key in self.page.blocks}
         span, before = max(1, now - self._then), self._last
         self._last, self._then = words, now
         found = []

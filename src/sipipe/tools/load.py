@@ -39,7 +39,7 @@ from sipipe.tools.child import answer
 SHOWN = 20
 """Most likely tokens whose probabilities a server tells; :func:`draws` draws among half of them."""
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
-"""Of times to the first token, per output token, between tokens and of requests."""
+"""Of times to the first token and per output token."""
 SAMPLING = MIXES | {
     "top-p": {"temperature": 0.8, "top_p": 0.95},
     "chat": {"temperature": 0.7, "top_p": 0.9},
@@ -81,14 +81,14 @@ def run(job: Job) -> dict[str, Any]:
     """
     began = time.monotonic()
     server, url, log = None, job.url, None
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if direct != "*":  # no proxy reaches a server here
+        direct = f"{direct},127.0.0.1,localhost".lstrip(",")
+        os.environ |= {"no_proxy": direct, "NO_PROXY": direct}
     if job.command:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-        if direct != "*":  # no proxy reaches this server
-            direct = f"{direct},127.0.0.1,localhost".lstrip(",")
-            os.environ |= {"no_proxy": direct, "NO_PROXY": direct}
         log = memfd_create("server.log")
         server = subprocess.Popen(
             [*job.command, "--host", "127.0.0.1", "--port", str(port)],
@@ -184,7 +184,7 @@ class _Client:
         served = json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]
         self._argv = ["--base-url", url, "--model", served, "--tokenizer", job.model]
         self._argv += ["--disable-tqdm", *job.load]
-        self._argv += ["--percentile-metrics", "ttft,tpot,itl,e2el"]
+        self._argv += ["--percentile-metrics", "ttft,tpot"]
         self._argv += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
 
     def run(

@@ -83,7 +83,11 @@ def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
 def _unpack(source: Path, directory: Path) -> None:
     import gguf
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    except ImportError:
+        raise ResourceError('make-model: pip install "transformers>=5.17"') from None
 
     file, unpacked = {"gguf_file": source.name}, GgufConfig(dequantize=True)
     # transformers reads the file for each part, and shows bars whatever it is told.

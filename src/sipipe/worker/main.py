@@ -7,7 +7,7 @@ Who runs here
     :class:`sipipe.ipc.parent.Parent` answers, and ends the process with the engine.
 Guarantees
     Every iteration of BIC-I is run once, in order, by every rank of every stage; control calls
-    run between iterations. An exception in one stops the engine, which is told; nothing is retried.
+    run between iterations. An iteration's exception stops the engine, a call's is its answer.
 Relies on
     BIC-I's order, which is the only order there is between stages: no stage waits for another
     except through hidden states and BIC-I.

@@ -3,7 +3,7 @@
 vLLM fills each batch with every request that is not in flight, so under pipeline parallelism the
 microbatches are whatever the first steps happened to catch: 62 and 2 sequences, for good.
 :class:`PipelineScheduler` inherits everything and decides only what may enter *this* microbatch,
-through three things that vLLM's ``schedule`` already looks at:
+through things that vLLM's ``schedule`` already looks at:
 
 - ``Request.next_decode_eligible_step``: a running request with a slot is told to wait for a step
   that never comes, but at its slot's visit. It stays in ``running``, in its place, so that

@@ -13,7 +13,7 @@ from sipipe.messages.link import LinkEndpoint
 def open_sender(
     endpoint: LinkEndpoint, sock: socket.socket | None, lost: Lost = lambda _: None
 ) -> Sender:
-    """The sending end, in the process of the earlier stage; does not wait for the other.
+    """The sending end, in the process of the earlier stage. Between hosts it waits for the other.
 
     Args:
         sock: one of a connected pair of Unix packet sockets; from now on the sender's. None for a

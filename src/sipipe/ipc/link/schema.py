@@ -66,10 +66,7 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
         for key, tensor in tensors.items():
             shape = getattr(tensor, "shape", None)
             if shape is None or not hasattr(tensor, "data_ptr"):
-                raise TypeError(
-                    f"hidden state {key!r} is a {type(tensor).__name__}, not a tensor: "
-                    "only tensors travel between stages"
-                )
+                raise TypeError(f"hidden state {key!r} is a {type(tensor).__name__}, not a tensor")
             sizes = list(shape)
             if num_tokens in sizes:
                 sizes[sizes.index(num_tokens)] = TOKENS

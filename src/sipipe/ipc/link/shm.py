@@ -60,7 +60,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
 
 class ShmSending:
     """The sender's end, and what other transports inherit: it moves frames, and knows no
-    iterations. The two ends are made in any order; neither constructor waits for the other.
+    iterations. Within a host the two ends are made in any order, and neither waits for the other.
     ``announce`` and ``transmit`` are called by one thread at a time, ``next_release`` by another at
     the same time, ``interrupt`` by any."""
 

@@ -3,8 +3,8 @@
 Who runs here: the threads of :mod:`.shm`, whose packets these are, and ZeroMQ's. A frame is one
 message: its header, then the bytes of each tensor. Guarantees: what :mod:`sipipe.ipc.connection`
 does. The receiver's buffers are there before the first frame. ZeroMQ reads and decrypts a frame as
-it comes, and ``receive`` copies it to its buffer: one copy at either end. Nobody waits for the
-network but the receiver for its data, so that an iteration costs one way and no round trip.
+it comes, and ``receive`` copies it to its buffer: one copy at either end. Once met,
+only the receiver waits for the network: an iteration costs one way and no round trip.
 """
 
 import ctypes
@@ -117,6 +117,7 @@ def _connect(
         endpoint.address, endpoint.port, listens=listens, who=who, token=endpoint.token, lost=lost
     )
     deadline = time.monotonic() + MEET_SECONDS
+    # wait: 30 s (`MEET_SECONDS`); the next stage
     while not (listens or connection.wait_for_peer(max(0.0, deadline - time.monotonic()))):
         connection.refused = False
         if time.monotonic() >= deadline:

@@ -133,8 +133,8 @@ class DispatchProducer:
 
     def publish(self, parts: Sequence[Part], timeout: float = 60.0) -> int:
         """Send one message to every reader; returns its sequence number, counted from 0. Raises
-        StallError: a late reader still holds the entry after ``timeout`` seconds: nothing was
-        published. ChannelClosed: this producer is closed."""
+        StallError: a late reader still holds the entry after ``timeout`` seconds: nobody
+        gets it. ChannelClosed: this producer is closed."""
         with self._turns:
             if self._closed:
                 raise ChannelClosed(f"channel {self._ring.channel}: this producer is closed")

@@ -141,6 +141,11 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
         for p in processes
         if p.dropped
     )
+    seats = [(h.role, h.index, h.rank) for h in parts if h.role != "sampler"]
+    if len(set(seats)) < len(seats):
+        raise TraceError(
+            f"{directory}: files of several engines; give each replica its own --trace"
+        )
     order = {"executor": 0, "stage": 1, "sampler": 2}
     processes.sort(key=lambda p: (order[p.header.role], p.header.index, p.header.rank))
     return Trace(tuple(processes), tuple(warnings), str(directory))
@@ -158,7 +163,7 @@ def _process(files: list[tuple[Header, Records]], reference: Header) -> ProcessT
     samples = raw[raw["phase"] == CPU]
     cpu = np.zeros(len(samples), CPU_SAMPLE)
     cpu["cpu_ns"] = samples["iteration"].astype(np.int64) * 1000
-    records = raw[raw["phase"] < CPU].copy()
+    records = raw[raw["phase"] < CPU]
     for name in ("start_ns", "end_ns"):
         cpu[name] = samples[name] + offset
         records[name] += offset

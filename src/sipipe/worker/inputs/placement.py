@@ -66,8 +66,9 @@ class Placement(Protocol):
     groups: list[CacheGroup]
     """Whose block tables and slot mappings are prepared too; of others vLLM keeps its own."""
 
-    def wait_free(self, buffer_set: int) -> None:
+    def wait_free(self, buffer_set: int) -> None:  # noqa: ARG002
         """Return when nothing reads the set any more."""
+        return
 
     def ahead(self, inputs: ModelInput) -> Placed | None:  # noqa: ARG002
         """The batch as it is, if the device reads it where it was prepared; the preparing thread's.
@@ -107,9 +108,6 @@ class InPlace(Placement):
         # Tables of vLLM's own are not read; a request that is added would be written to them.
         tables = runner.block_tables
         tables.append_block_ids = tables.apply_staged_writes = lambda *_, **__: None
-
-    def wait_free(self, buffer_set: int) -> None:
-        pass
 
     def ahead(self, inputs: ModelInput) -> Placed:
         return self.place(inputs, inputs.num_reqs, inputs.num_tokens)

@@ -110,7 +110,7 @@ class InputPreparer:
         target.num_scheduled_tokens.np[:count] = 1
         target.num_drafts.np[:count] = 0
         if not inputs.awaits:
-            _fill_tokens(target, cached, cached.new_token_ids, count)
+            _fill(target.input_ids.np, count, chain.from_iterable(cached.new_token_ids))
         self._write_layout(inputs, batch, target)
         inputs.logits_rows = self._batch_rows[:count]
 
@@ -151,7 +151,8 @@ class InputPreparer:
             batch.resolve(req_ids, _permuted(rows, order))
         _fill(target.num_computed_tokens.np, count, _permuted(starts, order))
         if not inputs.awaits:
-            _fill_tokens(target, cached, _permuted(tokens, order), inputs.num_tokens)
+            ordered_tokens = _permuted(tokens, order)
+            _fill(target.input_ids.np, inputs.num_tokens, chain.from_iterable(ordered_tokens))
         samples = self._write_layout(inputs, batch, target)
         batch.decoding = samples == count
         ordered = self._batch_rows[:count] if places is None else np.argsort(places)
@@ -221,27 +222,12 @@ class InputPreparer:
                 block_table=target.block_tables[group].np,
                 slot_mapping=target.slot_mappings.np[group],
             )
-            if overflow >= 0:
-                raise RuntimeError(
-                    f"request {inputs.req_ids[overflow]} was scheduled "
-                    f"{int(computed[overflow] + scheduled[overflow])} tokens but has blocks for "
-                    f"{int(states.block_counts[group][batch.rows[overflow]]) * block_size}"
-                )
+            assert overflow < 0, (
+                f"request {inputs.req_ids[overflow]} was scheduled "
+                f"{int(computed[overflow] + scheduled[overflow])} tokens but has blocks for "
+                f"{int(states.block_counts[group][batch.rows[overflow]]) * block_size}"
+            )
         return int(np.count_nonzero(samples))
-
-
-def _fill_tokens(
-    target: InputBuffers, cached: CachedRequestData, tokens: Sequence[Sequence[int]], count: int
-) -> None:
-    try:
-        _fill(target.input_ids.np, count, chain.from_iterable(tokens))
-    except struct.error:
-        raise ValueError(
-            "the scheduling output does not carry the token ids of its cached requests "
-            f"(scheduled_cached_reqs.new_token_ids has {sum(map(len, cached.new_token_ids))} "
-            f"tokens for {len(cached.req_ids)} requests); SiPipe's stages need them, "
-            "see sipipe.engine.requests.RequestTracker.advance"
-        ) from None
 
 
 def _fill(target: NDArray[Any], count: int, values: Iterable[int]) -> Int32:
