@@ -111,18 +111,8 @@ METHODS = {
     "vllm.utils.ompmultiprocessing:OMPProcessManager": "config",
     "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs": "self rank local_rank",
     "vllm.distributed.parallel_state:GroupCoordinator.all_gather": "self input_ dim",
-    # The runner whose model, KV cache and attention groups ours takes over.
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._set_active_loras": (
-        "self prompt_lora_mapping token_lora_mapping lora_requests"
-    ),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run": "self num_tokens",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._zero_block_ids": "self block_ids",
-    "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace": None,
-    "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders": (
-        "self vllm_config device kernel_block_size num_metadata_builders"
-    ),
-    "vllm.v1.worker.utils:AttentionGroup.build_metadata": None,
     # The second runner, which is hosted as it is but for what we put in place of its parts.
+    "vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace": None,
     "vllm.v1.worker.gpu.model_runner:PPHandler": "max_num_reqs num_speculative_steps device",
     "vllm.v1.worker.gpu.model_runner:PPHandler.get_prev_sampled_outputs": "self",
     "vllm.v1.worker.gpu.model_runner:PPHandler.receive": "self input_batch",
@@ -166,7 +156,6 @@ METHODS = {
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "self grammar_output",
     "vllm.v1.worker.gpu_worker:Worker.load_model": "self",
     "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": "self",
-    "vllm.v1.worker.gpu_worker:AsyncIntermediateTensors.wait_for_comm": "self",
     "vllm.utils.torch_utils:async_tensor_h2d": "data device dtype out",
     "vllm.utils.numa_utils:get_auto_numa_nodes": "",
     "vllm.utils.cpu_resource_utils:get_memory_node_info": "node_id",
@@ -175,11 +164,6 @@ METHODS = {
     "vllm.utils.cpu_resource_utils:get_cgroup_memory_usage": "",
     "vllm.v1.executor.multiproc_executor:set_multiprocessing_worker_envs": "local_world_size",
     "vllm.platforms.interface:Platform.visible_device_id_to_physical_device_id": "device_id",
-    "vllm.forward_context:set_forward_context": (
-        "attn_metadata vllm_config num_tokens cudagraph_runtime_mode batch_descriptor "
-        "slot_mapping is_padding"
-    ),
-    "vllm.model_executor.layers.attention.attention:get_attention_context": "layer_name",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits": "self logits",
     # Ray's nodes.
     "vllm.ray.ray_env:get_env_vars_to_copy": "exclude_vars additional_vars destination",
@@ -229,11 +213,6 @@ ATTRIBUTES = {
     "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason num_nans_in_logits",
     "vllm.outputs:CompletionOutput": "finish_reason stop_reason",
     "vllm.v1.outputs:LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks",
-    "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
-        "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
-        "is_prefilling positions"
-    ),
     "vllm.v1.worker.cpu_worker:CPUWorker": "model_runner scheduler_config model_config",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
         "pp_handler req_states sampler prompt_logprobs_worker intermediate_tensors max_num_reqs "

@@ -34,7 +34,6 @@ def test_everything_of_empty_outputs_is_carried():
     first.finished_req_ids, first.preempted_req_ids = {"a"}, {"b"}
     first.new_block_ids_to_zero = [1, 2]
     second.free_encoder_mm_hashes, second.kv_cache_block_copies = ["h"], ["copy"]
-    second.encoder_input_updates = {"c": {0: "item"}}  # vLLM 0.33
     for output in (third, fourth):
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"d": 1}, 1
     third.finished_req_ids, third.new_block_ids_to_zero = {"e"}, [3]
@@ -50,7 +49,6 @@ def test_everything_of_empty_outputs_is_carried():
     assert third.new_block_ids_to_zero == [1, 2, 3]
     assert third.free_encoder_mm_hashes == ["h"]
     assert third.kv_cache_block_copies == ["copy"]
-    assert third.encoder_input_updates == {"c": {0: "item"}}
     assert fourth.finished_req_ids == set(), "once"
     assert fourth.new_block_ids_to_zero is None
 

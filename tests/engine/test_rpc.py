@@ -1,6 +1,7 @@
 """Calls over a stream that is only written down: who answers, who fails, and who goes on."""
 
 import pickle
+import threading
 from concurrent.futures import Future
 
 import pytest
@@ -75,9 +76,11 @@ def test_a_result_that_cannot_be_read_fails_its_call_only(calls):
 
 def test_arguments_that_cannot_be_pickled_are_the_callers_error(calls):
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-        calls.call("f", args=(lambda: None,))
+        calls.call("f", args=(threading.Lock(),))
     assert not calls._bus.published
-    future = calls.call("f", only=0)
+    future = calls.call("apply_model", args=(lambda: "by value",), only=0)
+    _, (function,), _, _ = pickle.loads(calls._bus.published[-1][1][1])
+    assert function() == "by value"
     answer(calls, 0, 0, "goes on")
     assert future.result(0) == "goes on"
 

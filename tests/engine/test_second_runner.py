@@ -165,6 +165,15 @@ def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_compiled_stages_with_vllms_first_sampler_equal_stock(models, stages):
+    """On a CPU without Triton: vLLM 0.33 would warm kernels up that are not there."""
+    path, batches = model(models), parity.mixed_batches()
+    settings = shared(stages, cpu_sampling="off") | {"enforce_eager": False}
+    assert_stock(run_engine(path, batches, **settings), path, batches)
+
+
+@pytest.mark.slow
 def test_compiled_stages_equal_stock(models, tmp_path):
     """By torch.compile, as stages are by default; another engine loads what the first compiled."""
     path, batches = model(models), parity.mixed_batches()

@@ -29,22 +29,12 @@ from sipipe.messages.step import encode, int32_bytes
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
-
-def _merge(updates: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What has become of each request's encoder inputs."""
-    merged: dict[str, dict[str, Any]] = {}
-    for request_id, update in (item for one in updates for item in one.items()):
-        merged[request_id] = {**merged.get(request_id, {}), **update}
-    return merged
-
-
 _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
     "finished_req_ids": lambda sets: set().union(*sets),
     "preempted_req_ids": lambda sets: set().union(*sets),
     "free_encoder_mm_hashes": lambda lists: list(chain(*lists)),
     "new_block_ids_to_zero": lambda lists: list(chain(*lists)) or None,
     "kv_cache_block_copies": lambda lists: list(chain(*lists)) or None,
-    "encoder_input_updates": _merge,  # of vLLM 0.33
 }
 """What a scheduling output says of workers' state, and how several outputs say it in one."""
 

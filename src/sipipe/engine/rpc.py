@@ -24,7 +24,6 @@ from sipipe.engine.bus import Bus
 from sipipe.errors import StallError
 from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind
-from sipipe.messages.pickles import out_of_band
 from sipipe.messages.replies import Reply
 
 T = TypeVar("T")
@@ -83,10 +82,11 @@ class Calls:
         only: int | None = None,
     ) -> Future[Any]:
         """Publish one call; its future has the results by rank, or that of rank ``only``."""
-        named, title = method, str(method)
-        if not isinstance(method, str | Request):
-            named, title = cloudpickle.dumps(method), getattr(method, "__name__", "a function")
-        parts = out_of_band((named, args, kwargs or {}, only))
+        title = getattr(method, "__name__", "a function") if callable(method) else str(method)
+        # Also of functions that this process was given by value.
+        buffers: list[pickle.PickleBuffer] = []
+        asked = cloudpickle.dumps((method, args, kwargs or {}, only), 5, buffers.append)
+        parts = [asked, *(buffer.raw() for buffer in buffers)]
         ranks = {only} if only is not None else set(range(len(self._workers)))
         call = _Call(title, only, ranks, self._workers, self._now())
         with self._lock:

@@ -28,7 +28,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 from tqdm import tqdm
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.logger import configure_logging, init_logger
@@ -199,7 +198,7 @@ class Main:
             header = decode_header(message.parts[0])
             if header.kind is Kind.GRAMMAR and len(message.parts) == 2:
                 return  # the samplers'
-            body, *buffers = [bytes(part) for part in message.parts[2:]]
+            body, *buffers = [bytearray(part) for part in message.parts[2:]]
         if header.kind is Kind.GRAMMAR:
             loop.stage.grammar(header.number, pickle.loads(body, buffers=buffers))
             return
@@ -232,7 +231,7 @@ class Main:
         try:
             method, args, kwargs, only = content()
             answers = only is None or only == self._boot.place.rank
-            self._call = f"runs {'a function' if isinstance(method, bytes) else method}"
+            self._call = f"runs {'a function' if callable(method) else method}"
             value = loop.call(lambda: self._find(loop, method)(*args, **kwargs))
             reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")
         except WorkerDiedError:
@@ -245,12 +244,14 @@ class Main:
         if answers:
             self._parent.say(reply)
 
-    def _find(self, loop: StageLoop, method: str | bytes | Request[Any]) -> Callable[..., Any]:
+    def _find(
+        self, loop: StageLoop, method: str | Callable[..., Any] | Request[Any]
+    ) -> Callable[..., Any]:
         assert self._wrapper is not None
         if isinstance(method, Request):
             return partial(loop.answer, method)
-        if isinstance(method, bytes):
-            return partial(cloudpickle.loads(method), self._wrapper.worker)
+        if callable(method):
+            return partial(method, self._wrapper)
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
 

@@ -90,7 +90,7 @@ class ClosedStage:
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
         """What the next token of some requests of ``iteration`` may be."""
 
-    def tokens(self, header: Header, tokens: bytes) -> None:
+    def tokens(self, header: Header, tokens: bytearray) -> None:
         """What a PLAN awaits: its SCHEDULE, with its tokens as int32."""
 
     def drain(self) -> None:
@@ -201,7 +201,7 @@ class SampledStage(ClosedStage):
         self._publisher.put(launched)
         self._projection.put(launched)
 
-    def tokens(self, header: Header, tokens: bytes) -> None:
+    def tokens(self, header: Header, tokens: bytearray) -> None:
         self._late.put(header.number, (header, tokens))
 
     def _tokens(self, inputs: ModelInput) -> Int32:

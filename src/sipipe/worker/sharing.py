@@ -95,7 +95,7 @@ class Sharing:
             if self._offered is not None:
                 self._offered.close()
             mine = finals[place.tp_rank :: place.tp_size]
-            senders = [open_sender(link, ends.pop(0)) for link in mine]
+            senders = [open_sender(link, ends.pop(0), fail) for link in mine]
             return SharedProjection(senders, self.shard, record)
         receiver = open_receiver(finals[place.rank], ends.pop(0))
         return ProjectionThread(self._device, receiver, self.shard, logits, record, fail, bound)

@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils import cpu_resource_utils
 from vllm.v1.worker import gpu_worker
 
@@ -117,8 +118,9 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
 
     def determine_available_memory(self) -> int:
         """Without what is reserved; a size that the user gave is left alone."""
+        given = self.cache_config.kv_cache_memory_bytes  # vLLM may set its own of an earlier start
         available: int = super().determine_available_memory()
-        if self.cache_config.kv_cache_memory_bytes or not self.reserved:
+        if given or not self.reserved:
             return available
         logger.info(
             "links from other stages and a shared output projection: %.2f GiB of this GPU, taken "
@@ -161,6 +163,8 @@ if current_platform.is_cpu():
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
             use_compiled(self.vllm_config)
+            # What vLLM 0.33 compiles before the first request; our kernels need no compiling.
+            self.vllm_config.kernel_config.enable_jit_warmup &= HAS_TRITON
             super().load_model(*args, **kwargs)
 
 

@@ -305,10 +305,14 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(sender, monkeypatch):
     def fails(schema) -> None:
         raise MemoryError("none left")
 
+    told = []
+    monkeypatch.setattr(sender, "_lost", told.append)
     monkeypatch.setattr(sender._transport, "announce", fails)
     sender.send(0, 1, hidden(1))
     with pytest.raises(MemoryError, match="none left"):
         sender.wait_sent(BOUND)
+    sender._thread.join(BOUND)
+    assert [str(error) for error in told] == ["none left"]
     with pytest.raises(MemoryError, match="none left"):
         sender.send(1, 1, hidden(1))
 

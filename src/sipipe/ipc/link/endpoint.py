@@ -5,8 +5,8 @@ import socket
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
-from sipipe.ipc.link.shm import ShmReceiving, ShmSending
-from sipipe.ipc.link.zeromq import Lost, ZeromqReceiving, ZeromqSending
+from sipipe.ipc.link.shm import Lost, ShmReceiving, ShmSending
+from sipipe.ipc.link.zeromq import ZeromqReceiving, ZeromqSending
 from sipipe.messages.link import LinkEndpoint
 
 
@@ -18,12 +18,13 @@ def open_sender(
     Args:
         sock: one of a connected pair of Unix packet sockets; from now on the sender's. None for a
             link between hosts.
-        lost: told when the other host's stage is gone; of one of this host the engine hears itself.
+        lost: told when the other host's stage is gone (of one of this host the engine hears itself),
+            and of what fails in the sender's own thread.
     """
     if sock is None:
-        return Sender(endpoint, ZeromqSending(endpoint, lost))
+        return Sender(endpoint, ZeromqSending(endpoint, lost), lost)
     transport = ShmSending if endpoint.kind == "shm" else CudaIpcSending
-    return Sender(endpoint, transport(endpoint, sock))
+    return Sender(endpoint, transport(endpoint, sock), lost)
 
 
 def open_receiver(

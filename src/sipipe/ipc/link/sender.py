@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sipipe.errors import SiPipeError, StallError
-from sipipe.ipc.errors import LinkClosedError
+from sipipe.ipc.errors import LinkClosedError, PeerDiedError
 from sipipe.ipc.link.packets import Header, Kind
 from sipipe.ipc.link.schema import TensorSchema
-from sipipe.ipc.link.shm import ShmSending
+from sipipe.ipc.link.shm import Lost, ShmSending
 from sipipe.messages.link import LinkEndpoint
 
 _SCHEMAS_REMEMBERED = 32
@@ -49,8 +49,8 @@ class _Job(NamedTuple):
 class Sender:
     """Sends one stage's hidden states to the next stage. Made by :func:`.open_sender`."""
 
-    def __init__(self, endpoint: LinkEndpoint, transport: ShmSending) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: LinkEndpoint, transport: ShmSending, lost: Lost) -> None:
+        self._endpoint, self._lost = endpoint, lost
         self._transport = transport
         self._schemas: dict[int, TensorSchema] = {}  # announced or about to be, oldest first
         self._schema: TensorSchema | None = None  # the last one used
@@ -259,6 +259,8 @@ class Sender:
                     self._progress.notify_all()
         except Exception as error:
             self._fail(error)
+            if not isinstance(error, LinkClosedError | PeerDiedError):
+                self._lost(error)  # else nobody may hear of it, but that this end has left
             self._transport.interrupt()  # a send() that waits for a buffer ends now
 
     def _transmit_next(self) -> bool:

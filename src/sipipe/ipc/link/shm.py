@@ -20,6 +20,7 @@ import mmap
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -56,6 +57,10 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     buffer_bytes: int
     new_memory: bool
     """Whether a packet with a descriptor follows: larger buffers from the next frame on."""
+
+
+Lost = Callable[[Exception], None]
+"""Told by a thread of a link what ends it: an idle process asks for nothing."""
 
 
 class ShmSending:

@@ -9,7 +9,6 @@ only the receiver waits for the network: an iteration costs one way and no round
 
 import ctypes
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,11 +16,10 @@ import torch
 
 from sipipe.errors import StallError
 from sipipe.ipc.connection import Connection
-from sipipe.ipc.errors import PeerDiedError
 from sipipe.ipc.frames import Place
 from sipipe.ipc.link.packets import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
-from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending, until_reached
+from sipipe.ipc.link.shm import Announcement, Lost, ShmReceiving, ShmSending, until_reached
 from sipipe.messages.link import LinkEndpoint
 
 MEET_SECONDS = 30.0
@@ -45,10 +43,6 @@ class _Packets:
 
     def watch(self, pid: int) -> None:
         """Nothing: the connection watches the peer."""
-
-
-Lost = Callable[[PeerDiedError], None]
-"""Told by a thread of the connection that the other stage is gone; an idle one asks for nothing."""
 
 
 class ZeromqSending(ShmSending):
