@@ -88,7 +88,7 @@ def _quicker_degrees(argv: Sequence[str]) -> str:
         found = quicker_on_cpus(load_model(asked.model), *wanted[:2])
     except SiPipeError:
         return ""
-    told = "computed as sipipe plan does; sipipe bench MODEL measures"
+    told = "computed from its parts, measured now; sipipe bench MODEL measures all"
     return found and f"other degrees may be quicker on this machine: {found} ({told})"
 
 
