@@ -66,7 +66,8 @@ def batches():
 def run(path, asked, **engine):
     """What came, and how many drafts were verified and drawn, by the engine's metrics."""
     counters = {"metrics": "vllm:spec_decode_num_"}
-    *found, counted = run_engine(path, [*asked, counters], disable_log_stats=False, **engine)
+    engine["disable_log_stats"] = False
+    *found, counted = run_engine(path, [*asked, counters], **engine)
     return found, counted
 
 
