@@ -18,7 +18,8 @@ MEANT = {
         "additional_config enforce_eager middleware async_scheduling distributed_executor_backend"
     ),
     "fields of the configuration that plugins are to set": (
-        "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group kv_cache_memory_bytes"
+        "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group kv_cache_memory_bytes "
+        "enable_jit_warmup"
     ),
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config"

@@ -1,6 +1,7 @@
 """Which host has what, where it listens, and what two hosts say that differ."""
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -241,7 +242,7 @@ def test_what_is_forwarded_last_needs_no_figures():
     figures, ended = object.__new__(Figures), object.__new__(agent.Agent)
     figures._page, figures._here = LivePage.create(PageHeader(stages=2, samplers=1)), []
     figures._here.append(("sampler", 0, 0))
-    ended._figures, sent = figures, []
+    ended._figures, ended._telling, sent = figures, threading.Lock(), []
     ended._send = sent.append
     for open_, count in ((True, 1), (False, 1)):
         ours, theirs = socket.socketpair()
