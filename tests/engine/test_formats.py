@@ -109,16 +109,17 @@ def test_a_cache_of_fp8_equals_stock(models):
     assert_stock(said, path, one_by_one(), **options)
 
 
-def test_kv_events_tell_of_each_stored_block_once(models, tmp_path):
+def test_kv_events_tell_of_each_stored_block_once(models):
     """Of two prompts of three blocks, of which two are the same."""
-    endpoint = f"ipc://{tmp_path}/events"
+    port = servers.free_port()
+    endpoint = f"tcp://*:{port}"
     options = {"block_size": 32, "enable_prefix_caching": True, "kv_events_config": {
         "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint,
     }}  # fmt: skip
     prompt = prompts(1, longest=1)[0] * 100
     asked = {"prompts": [prompt], "params": greedy(1, shortest=2, longest=2)}
     with zmq.Context() as context, context.socket(zmq.SUB) as events:
-        events.connect(endpoint)
+        events.connect(f"tcp://127.0.0.1:{port}")
         events.subscribe(b"")
         events.rcvtimeo = 20_000
         other = {**asked, "prompts": [prompt[:64] + [7] * 36]}
