@@ -12,7 +12,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 TESTS := not slow$(if $(CI),, and not ci)
 
 # No proxy reaches the servers of demo and tests.
-export no_proxy := $(or $(no_proxy),$(NO_PROXY)),127.0.0.1,localhost
+export no_proxy := $(if $(filter *,$(no_proxy) $(NO_PROXY)),*,$(or $(no_proxy),$(NO_PROXY)),127.0.0.1,localhost)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-faults soak week goldens mutants waits lint format bench bench-paper release clean

@@ -9,8 +9,8 @@ Guarantees
     while the server starts: after the time that ``--shutdown-timeout`` gives to requests and
     :data:`GRACE`, at once at a second signal that is no SIGHUP. SIGHUP and SIGQUIT that were ignored
     when it began (``nohup``) still are.
-    Status 0 is for ends that were asked for, help, and agents whose engine ended. The server does not outlive this process,
-    and no process of the server the server.
+    Status 0 is for ends that were asked for, help, and agents whose engine ended. The server does not
+    outlive this process, and no process of the server the server.
 """
 
 import json

@@ -24,6 +24,7 @@ from sipipe.engine.bus import Bus
 from sipipe.errors import StallError
 from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind
+from sipipe.messages.pickles import out_of_band
 from sipipe.messages.replies import Reply
 
 T = TypeVar("T")
@@ -84,9 +85,7 @@ class Calls:
         """Publish one call; its future has the results by rank, or that of rank ``only``."""
         title = getattr(method, "__name__", "a function") if callable(method) else str(method)
         # Also of functions that this process was given by value.
-        buffers: list[pickle.PickleBuffer] = []
-        asked = cloudpickle.dumps((method, args, kwargs or {}, only), 5, buffers.append)
-        parts = [asked, *(buffer.raw() for buffer in buffers)]
+        parts = out_of_band((method, args, kwargs or {}, only), cloudpickle.dumps)
         ranks = {only} if only is not None else set(range(len(self._workers)))
         call = _Call(title, only, ranks, self._workers, self._now())
         with self._lock:

@@ -1,14 +1,14 @@
 """Messages of Python objects, whose buffers (arrays, bytes of others) are parts of their own."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def out_of_band(value: object) -> list[Any]:
+def out_of_band(value: object, dumps: Callable[..., bytes] = pickle.dumps) -> list[Any]:
     """Parts of a message: the pickle of ``value``, and the buffers that it refers to."""
     buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    body = dumps(value, 5, buffer_callback=buffers.append)
     return [body, *(buffer.raw() for buffer in buffers)]
 
 

@@ -87,7 +87,9 @@ def _unpack(source: Path, directory: Path) -> None:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError:
-        raise ResourceError('make-model: pip install "transformers>=5.17"') from None
+        raise ResourceError(
+            'make-model: transformers is too old: pip install "transformers>=5.17"'
+        ) from None
 
     file, unpacked = {"gguf_file": source.name}, GgufConfig(dequantize=True)
     # transformers reads the file for each part, and shows bars whatever it is told.

@@ -137,10 +137,9 @@ class SiPipePrepares(VllmPrepares):
         rows = runner.req_states.req_id_to_index
         for new, row in zip(output.scheduled_new_reqs, inputs.new_rows, strict=True):
             # vLLM's parts are kept by its row: LoRA, positions, recurrent states.
-            told = (
+            assert rows[new.req_id] == row, (
                 f"request {new.req_id} has row {row} here and {rows[new.req_id]} in vLLM's runner"
             )
-            assert rows[new.req_id] == row, told
         self._placement.begin(inputs)
         if output.new_block_ids_to_zero:
             runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)

@@ -5,8 +5,9 @@ every pass over the row obeys. A token whose logit changes (seen, biased, forced
 150,000) is masked too, and listed in ``work.edited_ids`` and ``work.edited`` with its new logit;
 passes read this list like a few more blocks.
 
-The order is that of vLLM's first runner: grammar, allowed tokens, bad words, min tokens, logit bias, repetition,
-frequency and presence penalty, thinking budget; arithmetic is float32, rounded where vLLM rounds.
+The order is that of vLLM's first runner: grammar, allowed tokens, bad words, min tokens, logit bias,
+repetition, frequency and presence penalty, thinking budget; arithmetic is float32, rounded where
+vLLM rounds.
 """
 
 from typing import Any
