@@ -233,7 +233,7 @@ SERVER = r"""
 [s] --reasoning-parser no-such => reasoning.parser
 [s] --chat-template /no/such.jinja => chat.template
 [s] --tool-call-parser hermess --enable-auto-tool-choice => invalid tool call parser: hermess
-[s] --config {file} => yaml|YAML
+[s] --config {file} => --config .*yaml
 [s] --uds '' --port 0x => --port
 [s] --uds {file} => --uds .*file: it is no socket
 [s] SIPIPE_SECRET=0123456789abcdef0123456789abcdef --nnodes 2 --master-addr 10.0.0..1 => 10.0.0..1: no such host

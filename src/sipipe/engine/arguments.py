@@ -64,6 +64,14 @@ class OneLineParser(FlexibleArgumentParser):
     taken: tuple[str, ...] = ("pp", "tp", *SiPipeConfig.__struct_fields__)
     """Options that SiPipe has taken from the command line before."""
 
+    def load_config_file(self, file_path: str) -> list[str]:
+        """As vLLM's, of ``--config``."""
+        try:
+            found: list[str] = super().load_config_file(file_path)
+        except Exception as error:  # whatever YAML and vLLM's reading of it raise
+            raise ConfigError(f"--config {file_path}: {' '.join(str(error).split())}") from None
+        return found
+
     def error(self, message: str) -> NoReturn:
         wrong = next((word for word in message.split() if word.startswith("--")), "")
         options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]

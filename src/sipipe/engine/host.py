@@ -10,7 +10,7 @@ Guarantees
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -59,8 +59,7 @@ class LocalHost:
         self._events = events
         self._closing = ExitStack()
         self._children = Children()
-        self._speaking = ExitStack()
-        """Ends BIC-I."""
+        self._end_speaking: Callable[[], None] = lambda: None
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
@@ -84,8 +83,8 @@ class LocalHost:
         self._ring = DispatchProducer(
             "bic-i", **ring_sizes(setup.slots), readers=self._workers.names + self._samplers.names
         )
-        self._speaking.callback(self._ring.close)
-        self._closing.push(self._speaking)
+        self._end_speaking = self._ring.close
+        self._closing.callback(self._ring.close)
         failed = self._events.failed
         self._children.watch(heard=self._heard, died=self._died, turn=self._turn, failed=failed)
         return self._samplers.sockets
@@ -139,7 +138,7 @@ class LocalHost:
 
     def say_end(self, reason: str) -> None:  # noqa: ARG002 - for hosts with a log of their own
         # Children that wait for nothing but BIC-I end in good order.
-        self._speaking.close()
+        self._end_speaking()
 
     def close(self) -> None:
         self.expect_end()

@@ -167,7 +167,6 @@ def checked(call: Callable[[], T], model: str = "") -> T:
     """What vLLM's ``call`` gives. Raises ConfigError: it refuses; ResourceError: no hub answers."""
     from pydantic import ValidationError
     from vllm.exceptions import VLLMError
-    from yaml import YAMLError  # type: ignore[import-untyped]
 
     from sipipe.engine.checkpoint import ask_hub
 
@@ -178,7 +177,7 @@ def checked(call: Callable[[], T], model: str = "") -> T:
         raise
     except ValidationError as error:
         raise ConfigError(_named(error.title, error.errors()[0])) from error
-    except (*REFUSALS, AttributeError, VLLMError, YAMLError) as error:
+    except (*REFUSALS, VLLMError) as error:
         what = f'MODEL "{model}" cannot be read: ' if model and isinstance(error, OSError) else ""
         what = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError) else what
         refusal = ResourceError if _unreached(error) else ConfigError

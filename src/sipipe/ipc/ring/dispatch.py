@@ -148,8 +148,7 @@ class DispatchProducer:
                 writer.publish((sequence, 0, total, len(views), total))
             # From here on the readers run; what follows delays nobody.
             self._sequence = sequence + 1
-            if not self._closed:
-                writer.claim_nowait()
+            writer.claim_nowait()
             return sequence
 
     def _publish_cut(self, sequence: int, views: Sequence[Part], size: int, timeout: float) -> None:
@@ -173,10 +172,11 @@ class DispatchProducer:
         self._ring.remove_reader(name)
 
     def close(self) -> None:
-        """Readers get what was published, then ChannelClosed. Idempotent."""
-        if not self._closed:
+        """Readers get what was published, then ChannelClosed. Idempotent; any thread. A publish that
+        waits for a reader ends."""
+        self._ring.mark_closed()
+        with self._turns:
             self._closed = True
-            self._ring.mark_closed()
             self._writer.close()
 
 

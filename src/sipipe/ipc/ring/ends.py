@@ -43,7 +43,7 @@ class RingWriter:
             # removal when it dies, `close`
             time.sleep(pause)
             pause = min(2 * pause, ATTACH_POLL)
-            if self.ring.closed:
+            if self.ring.closed or self._words[at.CLOSED]:
                 raise ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
         return self.ring.views[self.next % self._entries]
 
