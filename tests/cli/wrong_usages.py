@@ -112,11 +112,13 @@ ENGINE = r"""
 --gpu-memory-utilization 0 => --gpu-memory-utilization: .*greater than 0
 --gpu-memory-utilization 1 =>1 --gpu-memory-utilization 1.*GiB of memory node
 --gpu-memory-utilization half => gpu.memory.utilization
-[sv] --kv-cache-memory-bytes 999G =>1 --kv-cache-memory-bytes.* 999.0 GiB
+[sv] --kv-cache-memory-bytes 999G => --kv-cache-memory-bytes.* 999.0 GiB
 [sv] --kv-cache-memory-bytes 64K => --max-model-len 512: one request of it takes
 --kv-cache-memory-bytes lots => kv.cache.memory.bytes
-VLLM_CPU_KVCACHE_SPACE=9999 =>1 VLLM_CPU_KVCACHE_SPACE.* 9999.0 GiB
+VLLM_CPU_KVCACHE_SPACE=9999 => VLLM_CPU_KVCACHE_SPACE.* 9999.0 GiB
 VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
+--enable-sleep-mode => sleep mode is not supported
+--kv-offloading-size 1 => does not support --kv-offloading-size on CPUs
 --block-size 0 => block.size
 --block-size big => block.size
 --dtype float17 => dtype

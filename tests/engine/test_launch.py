@@ -541,6 +541,7 @@ def measured_here(name, job, module, timeout):
         (["serve"], "serve: name the MODEL"),
         (["serve", "no/such-model"], 'MODEL "no/such-model" cannot be read'),
         (["serve", "/no/such"], 'MODEL "/no/such": there is no such directory'),
+        (["generate"], "generate: name the MODEL"),
         (["generate", "no/such-model", "hi"], 'MODEL "no/such-model" cannot be read'),
         (["bench", "./no-such"], 'MODEL "./no-such": there is no such directory'),
         (["generate", "./no-such", "hi"], 'MODEL "./no-such": there is no such directory'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -245,6 +246,18 @@ def test_unwritable_directory_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot write to") as caught:
         open_recorder(tmp_path / "file" / "below", Header(role="stage"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_directory_in_which_a_file_can_be_made_and_not_filled_is_refused(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # in the place of a full disk
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write to .* name a directory"):
+            recorder_module.check_directory(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    recorder_module.check_directory(str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_and_foreign_files_get_one_line_each_and_the_rest_is_used(tmp_path):

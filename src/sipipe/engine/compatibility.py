@@ -24,12 +24,9 @@ STOCK_WORKERS = {
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 
 INSTEAD = {
-    "--data-parallel-size of a mixture of experts": (
-        "start a server for each replica, and a load balancer in front"
-    ),
-    "--data-parallel-size on several hosts or by Ray": (
-        "start a server on each host, and a load balancer in front"
-    ),
+    "--data-parallel-size of a mixture of experts": "start servers and a load balancer in front",
+    "--data-parallel-size on several hosts or by Ray": "start servers and a load balancer in front",
+    "--kv-offloading-size on CPUs": "leave it out, it moves blocks from GPUs",
     "--nnodes above 1 here": "sipipe serve takes it",
     "--ec-transfer-config (encoder cache connectors)": "leave it out, the first stage encodes",
     "--numa-bind": 'leave it out, workers are placed by "cores" in the sipipe config',
@@ -71,6 +68,11 @@ def check_features(vllm_config: VllmConfig) -> None:
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         "--numa-bind": parallel.numa_bind,
         "--prefill-schedule-interval": vllm_config.scheduler_config.prefill_schedule_interval > 1,
+        "--kv-offloading-size on CPUs": (
+            current_platform.is_cpu()
+            and vllm_config.cache_config.kv_offloading_size is not None
+            and vllm_config.cache_config.kv_offloading_backend == "native"
+        ),
         "--load-format ipc_cache": vllm_config.load_config.load_format == "ipc_cache",
         # By a lock that only vLLM's own executor hands its workers.
         "--mm-processor-cache-type shm": (

@@ -33,7 +33,7 @@ def share_kv_memory(
 ) -> int | None:
     """Bytes of KV cache for each worker of this host, whose replicas have ``plans``; None where vLLM or the
     user says how many. ``layers``: of every stage. Raises ResourceError: there is not so much
-    memory. ConfigError: it is too little for one request."""
+    memory free. ConfigError: there never is, or it is too little for one request."""
     if not current_platform.is_cpu():
         return None
     cache, nodes, facts = vllm_config.cache_config, worker_nodes(*plans), model_facts(vllm_config)
@@ -50,7 +50,8 @@ def share_kv_memory(
             memory = cpu_resource_utils.get_memory_node_info(node)
             if (wanted := asked or int(memory.total_memory * share)) > memory.available_memory:
                 said = "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)"
-                raise ResourceError(
+                never = wanted > memory.total_memory
+                raise (ConfigError if never else ResourceError)(
                     f"{said if asked else f'--gpu-memory-utilization {share}'}: each worker would "
                     f"take {wanted / 2**30:.1f} GiB of memory node {node}, which has "
                     f"{memory.available_memory / 2**30:.1f} GiB free: less, or leave it out"

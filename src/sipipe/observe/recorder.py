@@ -44,7 +44,8 @@ def check_directory(directory: str) -> None:
     """Make ``directory``, and raise ConfigError unless files can be written there."""
     try:
         os.makedirs(directory, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(4096))  # a full disk still has names
     except OSError as error:
         raise _cannot_write(directory, error) from None
 
