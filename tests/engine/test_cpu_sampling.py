@@ -3,6 +3,8 @@
 On a served engine: tests/engine/test_second_runner.py.
 """
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("vllm", reason="the module belongs to sipipe.engine")
@@ -46,6 +48,10 @@ def test_the_slowest_part_bounds_the_period():
     assert periods(costs(copy=16.0), "on") == [16.0] * 3
     # No part is slow, but a round has to pass through all of them.
     assert periods(costs(copy=9.0, draws=(11.0,) * 3), "on") == [14.0] * 3
+    # With one in flight the device's way is the whole round too.
+    one = dataclasses.replace(costs(), inflight=1)
+    assert periods(one, "off") == [24.0] * 3
+    assert periods(one, "per_row")[:2] == [24.0] * 2
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ SHARED_HAZARDS = {
     ),
     "final hidden states are multiplied before they have come": (
         CudaIpcReceiving, "tensors", "self._device.now()",
-        """(self._device.copies if __import__("threading").current_thread().name == "SiPipeHead"
+        """(self._device.copies if __import__("threading").current_thread().name == "SiPipeProjection"
         else self._device.now())""",
     ),
     "the copy of a part does not wait for the product": (

@@ -1,7 +1,7 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
 What is measured and how it is compared: docs/gpu.md, "Who draws". Where the device draws all rows
-nothing comes after the last stage, and a round over m is never above the slowest stage.
+nothing comes after the last stage.
 """
 
 import statistics
@@ -49,21 +49,19 @@ class Costs:
 
     def on_cpus(self, mix: str) -> float:
         """Seconds between two microbatches, with CPU samplers."""
-        stages, after = self._stages(self.projection), (self.copy, self.draws[mix])
-        return period((*stages, *after), passing(stages) + sum(after), self.inflight)
+        return self._period(self.projection, self.copy, self.draws[mix])
 
     def per_row(self, mix: str) -> float:
         """The same where each row has its place."""
-        if mix not in self.plain:
-            return self.on_cpus(mix)
-        return max(self._stages(self.plain[mix]))
+        return self._period(self.plain[mix]) if mix in self.plain else self.on_cpus(mix)
 
     def on_device(self, mix: str) -> float:
         """The same with vLLM's sampler on the last stage."""
-        return max(self._stages(self.device[mix]))
+        return self._period(self.device[mix])
 
-    def _stages(self, ending: float) -> list[float]:
-        return [*self.stages[:-1], self.stages[-1] + ending]
+    def _period(self, ending: float, *after: float) -> float:
+        stages = (*self.stages[:-1], self.stages[-1] + ending)
+        return period((*stages, *after), passing(stages) + sum(after), self.inflight)
 
     @cached_property
     def periods(self) -> dict[str, list[float]]:

@@ -50,8 +50,7 @@ def share_kv_memory(
             memory = cpu_resource_utils.get_memory_node_info(node)
             if (wanted := asked or int(memory.total_memory * share)) > memory.available_memory:
                 said = "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)"
-                never = wanted > memory.total_memory
-                raise (ConfigError if never else ResourceError)(
+                raise (ConfigError if wanted > memory.total_memory else ResourceError)(
                     f"{said if asked else f'--gpu-memory-utilization {share}'}: each worker would "
                     f"take {wanted / 2**30:.1f} GiB of memory node {node}, which has "
                     f"{memory.available_memory / 2**30:.1f} GiB free: less, or leave it out"

@@ -64,7 +64,7 @@ class ProjectionThread(DeviceThread, Projection):
         # Whose turn it is to run kernels. On a host vLLM's share memory (a scratchpad of oneDNN's).
         # wait: held for a product, or what a pass computes between two waits; who computes
         self._turn: Turn = threading.Lock() if isinstance(device, HostDevice) else nullcontext()
-        super().__init__(device.beside(), "SiPipeHead", fail=fail, stall_timeout=bound)
+        super().__init__(device.beside(), "SiPipeProjection", fail=fail, stall_timeout=bound)
 
     @torch.inference_mode()
     def _do(self, launched: Launched) -> None:
