@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("src/sipipe", "benchmarks", "deploy")
 """In which measured code is."""
 SERVED = (
-    *(f"sipipe/{part}" for part in ("engine", "worker", "ipc", "messages", "sampler")),
-    "sipipe/cores.py",
+    *(f"sipipe/{part}" for part in ("engine", "worker", "ipc", "messages", "sampler", "observe")),
+    *(f"sipipe/{part}.py" for part in ("config", "cores", "jit", "linux")),
 )
-_SAMPLING = ("sipipe/sampler",)
+_SAMPLING = ("sipipe/sampler", "sipipe/messages", "sipipe/jit.py")
 _SCHEDULING = ("sipipe/engine/scheduling", "benchmarks/simulator")
 _PLANNER = ("sipipe/tools/planner", "sipipe/engine/layers")
 _EMULATED = (
@@ -38,6 +38,7 @@ MEASURED = {
     "ablation": (*SERVED, "benchmarks/ablation.py"),
     "advice": ("sipipe/cli/advice.py", *_PLANNER, "sipipe/cores.py"),
     "balance": ("sipipe/engine/balance.py",),
+    "breakdown": (*SERVED, "sipipe/tools/report"),
     "channels": ("sipipe/ipc/ring", "sipipe/ipc/gather.py", "sipipe/messages"),
     "drafting": (
         "sipipe/sampler/drafts.py",
@@ -61,8 +62,9 @@ MEASURED = {
     "split": (*SERVED, "benchmarks/asleep.py"),
     "stage": ("sipipe/worker",),
     "start": (*SERVED, "sipipe/cli"),
+    "timeline": (*SERVED, "sipipe/tools/report"),
     "trace": _RECORDED,
-    "trace-served": (*SERVED, *_RECORDED),
+    "trace-served": (*SERVED, "sipipe/tools/report"),
     "transfer": ("sipipe/ipc/link",),
     "vocabulary-gpus": _EMULATED,
     "waking": ("sipipe/cores.py",),
