@@ -1,4 +1,4 @@
-"""Logprobs, ranks and their modes against torch and the naive twin."""
+"""Logprobs, ranks and their modes against the naive twin."""
 
 from __future__ import annotations
 
@@ -141,16 +141,3 @@ def test_rows_ask_for_what_they_like() -> None:
     assert sorted(found) == [1, 2, 3]
     assert [len(found[i].token_ids) for i in (1, 2, 3)] == [1, 5, 3]
     np.testing.assert_array_equal([found[i].token_ids[0] for i in (1, 2, 3)], tokens[1:])
-
-
-@pytest.mark.parametrize("size", [500, 30_000])
-def test_against_torch(size: int) -> None:
-    torch = pytest.importorskip("torch")
-    x = logits("zipf", size)
-    lp = torch.from_numpy(x).log_softmax(-1)
-    values, _ = lp.topk(20)
-    tokens, found = sample_with_logprobs(
-        torch.from_numpy(x).reshape(1, -1), SequenceParams(logprobs=20, seed=8)
-    )
-    np.testing.assert_allclose(found[0].logprobs[1:], values.numpy(), rtol=1e-5, atol=1e-5)
-    assert abs(found[0].rank - int((lp >= lp[int(tokens[0])]).sum())) <= 1
