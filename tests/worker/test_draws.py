@@ -189,13 +189,6 @@ def test_all_rows_and_none(last_stage):
     assert launched.reports, "no sampler will say that it has run"
 
 
-def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
-    """A graph's are as long as it is."""
-    both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
-    launched, _ = sample(last_stage, torch.arange(8.0).unsqueeze(1), both, ["a", "b"])
-    assert row_values(launched.logits) == [0.0, 1.0]
-
-
 def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
     """For prompt scores, or where no sampler says anything; by all ranks alike."""
     runner, calls = last_stage._runner, []

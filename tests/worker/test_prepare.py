@@ -210,22 +210,12 @@ class Counter:
         return self._method(*args, **kwargs)
 
 
-class CopiedDevice(HostDevice):
-    """One whose copies are done when somebody waits for them."""
-
-    def __init__(self):
-        self.waits = []
-
-    def wait(self, mark):
-        self.waits.append(mark)
-
-
 @pytest.fixture(params=["in place", "copied"])
 def prepared(request, monkeypatch):
     """A function that makes a runner in whose place SiPipe prepares."""
 
     def make(slots=2, sets=2):
-        runner, device = PreparingRunner(), CopiedDevice()
+        runner, device = PreparingRunner(), HostDevice()
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
             sizes = runner.max_num_reqs, runner.max_num_tokens
