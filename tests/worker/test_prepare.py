@@ -406,10 +406,13 @@ def test_a_row_that_is_not_vllms_ends_the_stage_with_the_requests_name(prepared)
         runner.step(output)
 
 
-def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots():
+@pytest.mark.parametrize(
+    ("window", "passed"), [(0, 0), (1, 2), (4, 2), (5, 1), (8, 1), (9, 0), (100, 0)]
+)
+def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots(window, passed):
     """As vLLM 0.33's block tables say it; 0.32 has no windows."""
     runner = PreparingRunner()
-    runner.block_tables.sliding_window_reach = torch.tensor([4, 0], dtype=torch.int32)
+    runner.block_tables.sliding_window_reach = torch.tensor([window, 0], dtype=torch.int32)
     runner.block_tables.slot_mapping_enabled[1] = False
     preparer = preparer_of(runner, slots=1)
     output = new_output("a")
@@ -418,7 +421,7 @@ def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots():
     new.block_ids = ([5, 6, 7, 8], [9])
     prepare(preparer, output, 0, 0, 0)
     source = preparer.buffers[0]
-    assert source.block_tables[0].np[0, :4].tolist() == [0, 0, 7, 8]
+    assert source.block_tables[0].np[0, :4].tolist() == [0] * passed + [5, 6, 7, 8][passed:]
     assert source.slot_mappings.np[:, 0].tolist() == [8 * 4, -1]
     assert source.block_tables[1].np[0, 0] == 9
 
