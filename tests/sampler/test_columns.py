@@ -34,23 +34,6 @@ STEADY = [
     {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
     {"frequency_penalty": 0.1},
 ]
-REASONING = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8, 9]}
-
-
-def row(step: int, sequence: int) -> np.ndarray:
-    return logits("zipf", V, 1000 * sequence + step)
-
-
-def alone(params: SequenceParams, sequence: int, steps: int) -> list[int]:
-    """The tokens of one sequence, sampled by itself."""
-    columns = SequenceColumns(V, **REASONING)
-    columns.join(0, params, [sequence, 7])
-    tokens = []
-    for step in range(steps):
-        result = columns.sample([0], row(step, sequence).reshape(1, -1))
-        tokens.append(int(result.token_ids[0]))
-        columns.append(0, tokens[-1])
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -117,11 +100,18 @@ def test_an_iteration_allocates_nothing_of_the_size_of_the_vocabulary() -> None:
 
 
 def test_thinking_is_forced_to_end() -> None:
-    assert alone(KINDS[8], 8, 6)[4:6] == [8, 9]
+    columns = SequenceColumns(V, reasoning_start_token_ids=[7], reasoning_end_token_ids=[8, 9])
+    columns.join(0, KINDS[8], [8, 7])
+    tokens = []
+    for step in range(6):
+        result = columns.sample([0], logits("zipf", V, 8000 + step).reshape(1, -1))
+        tokens.append(int(result.token_ids[0]))
+        columns.append(0, tokens[-1])
+    assert tokens[4:] == [8, 9]
 
 
 def test_input_is_left_alone_and_may_be_read_only() -> None:
-    matrix = np.stack([row(0, i) for i in range(len(KINDS))])
+    matrix = np.stack([logits("zipf", V, i) for i in range(len(KINDS))])
     before = matrix.copy()
     matrix.flags.writeable = False
     columns = SequenceColumns(V)
