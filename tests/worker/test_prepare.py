@@ -7,6 +7,7 @@ whose place SiPipe prepares; whatever a forward pass or its metadata would read 
 
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -198,16 +199,10 @@ def compare(ours, theirs, scheduled):
     assert batch.num_tokens == sum(scheduled.values())
 
 
-class Counter:
+def counted(owner, name):
     """Counts calls of a method of one object."""
-
-    def __init__(self, owner, name):
-        self.calls, self._method = 0, getattr(owner, name)
-        setattr(owner, name, self)
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        return self._method(*args, **kwargs)
+    setattr(owner, name, Mock(wraps=getattr(owner, name)))
+    return getattr(owner, name)
 
 
 @pytest.fixture(params=["in place", "copied"])
@@ -257,7 +252,7 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
     theirs = PreparingRunner()
     ours, side = prepared(slots)
     preparer = side._preparer
-    steady, added = Counter(preparer, "_write_steady"), Counter(preparer.states, "add")
+    steady, added = counted(preparer, "_write_steady"), counted(preparer.states, "add")
     lates = 0
     for iteration in range(150):
         output, requests = scheduler.output()
@@ -283,8 +278,8 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
             ours.finish(found[0])
             theirs.finish(expected[0])
         scheduler.sample(output, requests)
-    assert added.calls > 20
-    assert steady.calls > 20
+    assert added.call_count > 20
+    assert steady.call_count > 20
     assert lates > 10
 
 
@@ -352,13 +347,13 @@ def started(*names):
 
 def test_a_steady_microbatch_moves_no_sequence():
     preparer = started("a", "b")
-    written = [Counter(preparer.states, name) for name in ("add", "remove", "append_blocks")]
-    resolved = Counter(preparer.slots[0], "resolve")
-    steady = Counter(preparer, "_write_steady")
+    written = [counted(preparer.states, name) for name in ("add", "remove", "append_blocks")]
+    resolved = counted(preparer.slots[0], "resolve")
+    steady = counted(preparer, "_write_steady")
     for computed in (1, 2, 3):
         prepare(preparer, decode_output("ab", computed, [[5], [6]]), 0, computed % 2, 1)
-    assert steady.calls == 3
-    assert [counter.calls for counter in (*written, resolved)] == [0] * 4
+    assert steady.call_count == 3
+    assert [counter.call_count for counter in (*written, resolved)] == [0] * 4
 
 
 def test_the_order_of_scheduling_is_that_of_the_rows_of_logits():

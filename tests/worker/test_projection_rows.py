@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.links import HIDDEN, VOCAB  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: E402
@@ -22,6 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.logits import StageLogits  # noqa: E402
 from sipipe.worker.projection_rows import OfferedRows, ProjectionShard, time_parts  # noqa: E402
+
+VOCAB, HIDDEN = 1000, 32
 
 
 @pytest.fixture(autouse=True)

@@ -5,24 +5,29 @@ Whole stages, and devices that are late: ``test_cuda_order.py``.
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.links import HAND_OVER, HIDDEN, VOCAB, link  # noqa: E402
-from tests.worker.test_projection_rows import Model, shards  # noqa: E402
+from tests.worker.test_projection_rows import HIDDEN, VOCAB, Model, shards  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from sipipe.errors import StallError  # noqa: E402
 from sipipe.ipc.errors import LinkClosedError  # noqa: E402
+from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
+from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover, SharedProjection  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
+
+HAND_OVER = 60  # seconds; a bug in the test itself
 
 
 def inputs_of(iteration, samples=2):
@@ -49,7 +54,9 @@ class Two:
         self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
         self.phases, self.failed = [], []
         self.ours, self.theirs = (LogitsHandover(self.channel.endpoint, rank) for rank in (0, 1))
-        sender, receiver = link(bound)
+        link = LinkEndpoint(kind="shm", buffer_tokens=16, depth=4, stall_timeout=bound)
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sender, receiver = open_sender(link, here), open_receiver(link, there)
         self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
         self.thread = ProjectionThread(
             HostDevice(),
