@@ -1,6 +1,6 @@
 """What draws a stage's tokens in the place of vLLM's sampling, and what brings them, without a model.
 
-Batches of all kinds, padded ones too: ``test_cuda_order.py``.
+Batches of all kinds, on a device: ``test_cuda_order.py``.
 """
 
 from __future__ import annotations
@@ -180,6 +180,13 @@ def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
     )
     assert row_values(launched.logits) == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
     assert last_stage.stage_logits.rows == [4 if lora else 3]
+
+
+def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
+    """A graph's are as long as it is."""
+    both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
+    launched, _ = sample(last_stage, torch.arange(8.0).unsqueeze(1), both, ["a", "b"])
+    assert row_values(launched.logits) == [0.0, 1.0]
 
 
 def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
