@@ -58,6 +58,16 @@ def draws(
     return result.token_ids
 
 
+def int32(values: object) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def proposed(drafts, handles: list, drawn: list, worth: float = 0.01) -> dict[int, list[int]]:
+    """By handle, what may come behind the tokens of its rows, which are numbered from 10."""
+    found = drafts.propose(int32(handles), int32(range(10, 10 + len(handles))), int32(drawn), worth)
+    return {handles[row - 10]: np.frombuffer(each, np.int32).tolist() for row, each in found}
+
+
 def bfloat16(x: np.ndarray) -> np.ndarray:
     """bfloat16 bits (uint16) of float32 values, truncated."""
     return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)

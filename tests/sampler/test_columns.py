@@ -34,59 +34,6 @@ STEADY = [
     {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
     {"frequency_penalty": 0.1},
 ]
-REASONING = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8, 9]}
-
-
-def row(step: int, sequence: int) -> np.ndarray:
-    return logits("zipf", V, 1000 * sequence + step)
-
-
-def alone(params: SequenceParams, sequence: int, steps: int) -> list[int]:
-    """The tokens of one sequence, sampled by itself."""
-    columns = SequenceColumns(V, **REASONING)
-    columns.join(0, params, [sequence, 7])
-    tokens = []
-    for step in range(steps):
-        result = columns.sample([0], row(step, sequence).reshape(1, -1))
-        tokens.append(int(result.token_ids[0]))
-        columns.append(0, tokens[-1])
-    return tokens
-
-
-def test_a_token_depends_on_nothing_but_its_sequence() -> None:
-    """Batch, order, preemption, restart and number of samplers make no difference."""
-    steps = 12
-    expected = [alone(params, i, steps) for i, params in enumerate(KINDS)]
-    rng = np.random.default_rng(0)
-    samplers = [SequenceColumns(V, **REASONING) for _ in range(2)]
-    got: list[list[int]] = [[] for _ in KINDS]
-    home: dict[int, SequenceColumns] = {}
-    for i, params in enumerate(KINDS):
-        home[i] = samplers[i % 2]
-        home[i].join(100 + i, params, [i, 7])
-    for step in range(steps):
-        order = rng.permutation(len(KINDS))
-        matrix = np.full((len(KINDS) + 2, V), -3.0, np.float32)
-        places = rng.permutation(len(KINDS) + 2)[: len(KINDS)]
-        for i in range(len(KINDS)):
-            matrix[places[i]] = row(step, i)
-        for sampler in samplers:
-            mine = [int(i) for i in order if home[int(i)] is sampler]
-            result = sampler.sample([100 + i for i in mine], matrix, places[mine])
-            for i, token in zip(mine, result.token_ids.tolist(), strict=True):
-                got[i].append(token)
-            sampler.append([100 + i for i in mine], result.token_ids)
-        if step == 4:  # preempt and resume one, with the tokens it has
-            home[3].leave(103)
-            home[3].join(103, KINDS[3], [3, 7], got[3])
-        if step == 7:  # a sampler dies; another takes its sequences over
-            fresh = SequenceColumns(V, **REASONING)
-            for i, sampler in home.items():
-                if sampler is samplers[1]:
-                    fresh.join(100 + i, KINDS[i], [i, 7], got[i])
-                    home[i] = fresh
-            samplers[1] = fresh
-    assert got == expected
 
 
 @pytest.mark.parametrize(
@@ -153,11 +100,18 @@ def test_an_iteration_allocates_nothing_of_the_size_of_the_vocabulary() -> None:
 
 
 def test_thinking_is_forced_to_end() -> None:
-    assert alone(KINDS[8], 8, 6)[4:6] == [8, 9]
+    columns = SequenceColumns(V, reasoning_start_token_ids=[7], reasoning_end_token_ids=[8, 9])
+    columns.join(0, KINDS[8], [8, 7])
+    tokens = []
+    for step in range(6):
+        result = columns.sample([0], logits("zipf", V, 8000 + step).reshape(1, -1))
+        tokens.append(int(result.token_ids[0]))
+        columns.append(0, tokens[-1])
+    assert tokens[4:] == [8, 9]
 
 
 def test_input_is_left_alone_and_may_be_read_only() -> None:
-    matrix = np.stack([row(0, i) for i in range(len(KINDS))])
+    matrix = np.stack([logits("zipf", V, i) for i in range(len(KINDS))])
     before = matrix.copy()
     matrix.flags.writeable = False
     columns = SequenceColumns(V)
@@ -165,17 +119,6 @@ def test_input_is_left_alone_and_may_be_read_only() -> None:
         columns.join(i, params, [1, 2], [2, 3])
     columns.sample(range(len(KINDS)), matrix)
     np.testing.assert_array_equal(matrix, before)
-
-
-def test_sample_appends_nothing() -> None:
-    columns = SequenceColumns(V)
-    columns.join(4, KINDS[3], [1], [2])
-    first = columns.sample([4], row(0, 0).reshape(1, -1))
-    again = columns.sample([4], row(0, 0).reshape(1, -1))
-    assert first.token_ids == again.token_ids
-    resumed = SequenceColumns(V)
-    resumed.join(4, KINDS[3], [1], [2])
-    assert resumed.sample([4], row(0, 0).reshape(1, -1)).token_ids == again.token_ids
 
 
 def test_handles() -> None:

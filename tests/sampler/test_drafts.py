@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampler.support import int32, proposed
 
 from sipipe.messages.boots import NGramSettings
 from sipipe.messages.params import SequenceParams
@@ -14,10 +15,6 @@ from sipipe.sampler.state import SequenceColumns
 
 MOST, LONGEST, SHORTEST, VOCAB = 5, 4, 2, 60
 LIKELY = 1e-9
-
-
-def int32(values):
-    return np.array(values, np.int32)
 
 
 def drafter():
@@ -58,14 +55,10 @@ def test_proposals_are_those_of_a_slow_twin(prompts, data):
         }
         handles = [handle for handle, tokens in drawn.items() for _ in tokens]
         tokens = [token for each in drawn.values() for token in each]
-        rows = np.arange(10, 10 + len(handles), dtype=np.int32)
-        found = drafts.propose(int32(handles), rows, int32(tokens), LIKELY)
-        proposed = {
-            handles[row - 10]: np.frombuffer(each, np.int32).tolist() for row, each in found
-        }
+        found = proposed(drafts, handles, tokens, LIKELY)
         for handle, sequence in sequences.items():
             if len(sequence) + len(drawn[handle]) <= LOOKS:
-                assert proposed.get(handle, []) == slow(sequence + drawn[handle], len(sequence))
+                assert found.get(handle, []) == slow(sequence + drawn[handle], len(sequence))
             sequence += drawn[handle]
         drafts.append(handles, tokens)
 
@@ -76,8 +69,7 @@ def test_histories_grow_move_and_leave_their_place():
         drafts.join(handle, int32(phrase * (handle % 9)), int32(phrase))
     for turn in range(400):
         drafts.append(list(range(40)), [turn % 30] * 40)
-    [(row, found)] = drafts.propose(int32([17]), int32([5]), int32([10]), LIKELY)
-    assert (row, np.frombuffer(found, np.int32).tolist()) == (5, [11, 12, 13, 14, 15])
+    assert proposed(drafts, [17], [10], LIKELY) == {17: [11, 12, 13, 14, 15]}
     for handle in range(40):
         drafts.leave(handle)
         drafts.leave(handle)
@@ -90,27 +82,18 @@ def test_histories_grow_move_and_leave_their_place():
 def test_what_was_wrong_is_not_proposed_for_long_and_what_was_right_is():
     drafts = drafter()
     drafts.join(1, int32([1, 2, 3] * 30), int32([]))
-    worth, offered = 0.3, []
-    for token in [9, 1, 2, 8, 1, 2, 7, 1, 2, 6, 1, 2, 5, 1, 2, 4, 1, 2]:
-        found = drafts.propose(int32([1]), int32([0]), int32([token]), worth)
-        offered.append(sum(len(each) // 4 for _, each in found))
-        drafts.append([1], [token])
+    offered = offers(drafts, [9, 1, 2, 8, 1, 2, 7, 1, 2, 6, 1, 2, 5, 1, 2, 4, 1, 2], worth=0.3)
     assert offered[2] >= 2
     assert offered[-1] <= 1
-    for _ in range(20):
-        for token in (1, 2, 3):
-            found = drafts.propose(int32([1]), int32([0]), int32([token]), worth)
-            drafts.append([1], [token])
-    assert len(found[0][1]) // 4 == MOST
-    assert drafts.propose(int32([1]), int32([0]), int32([1]), 1.0) == [], "nothing is worth its row"
+    assert offers(drafts, [1, 2, 3] * 20, worth=0.3)[-1] == MOST
+    assert proposed(drafts, [1], [1], worth=1.0) == {}, "nothing is worth its row"
 
 
 def offers(drafts, tokens, worth=0.55):
     """How many drafts are offered behind each of a sequence's next tokens."""
     found = []
     for token in tokens:
-        proposed = drafts.propose(int32([1]), int32([0]), int32([token]), worth)
-        found.append(sum(len(each) // 4 for _, each in proposed))
+        found.append(len(proposed(drafts, [1], [token], worth).get(1, [])))
         drafts.append([1], [token])
     return found
 
@@ -118,10 +101,9 @@ def offers(drafts, tokens, worth=0.55):
 def test_a_draft_ends_before_what_stands_for_an_image():
     drafts = drafter()
     drafts.join(1, int32([1, 2, 3, 4, VOCAB, 5, 6, 1]), int32([2]))
-    [(_, found)] = drafts.propose(int32([1]), int32([0]), int32([3]), 0.01)
-    assert np.frombuffer(found, np.int32).tolist() == [4]
+    assert proposed(drafts, [1], [3]) == {1: [4]}
     drafts.append([1], [3])
-    assert drafts.propose(int32([1]), int32([0]), int32([4]), 0.01) == []
+    assert proposed(drafts, [1], [4]) == {}
 
 
 def test_a_copy_goes_on_where_chance_hits_do_not():

@@ -50,45 +50,6 @@ def test_a_broken_row_fails_alone(value: float, message: str, where: int, params
         sample(matrix, params, prompt_token_ids=[[1, 2, where]] * 3)
 
 
-def test_all_but_one_masked() -> None:
-    row = np.full((1, V), -np.inf, np.float32)
-    row[0, 417] = -3.0
-    for params in (
-        SequenceParams(),
-        SequenceParams(temperature=0.0),
-        SequenceParams(top_k=3, top_p=0.2, min_p=0.5),
-        SequenceParams(top_p=0.1),
-        SequenceParams(repetition_penalty=2.0),
-    ):
-        assert sample(row, params, prompt_token_ids=[[417]]).tolist() == [417]
-
-
-def test_what_is_masked_may_hold_anything() -> None:
-    """NaN and +inf behind a grammar, an allow list or a ban do no harm; NaN that counts does."""
-    row = np.zeros(V, np.float32)
-    row[[5, 300]] = np.nan, np.inf
-    row[417] = 2.0
-    allowed = np.ones(V, bool)
-    allowed[[5, 300]] = False
-    for params in (
-        SequenceParams(temperature=0.0),
-        SequenceParams(top_k=1),
-        SequenceParams(top_p=1e-6, repetition_penalty=1.1),
-        SequenceParams(temperature=0.001, logprobs=2),
-    ):
-        columns = SequenceColumns(V)
-        columns.join(0, params, [5, 300])
-        drawn = columns.sample([0], row.reshape(1, -1), bitmask=bitmask(allowed))
-        assert drawn.token_ids.tolist() == [417]
-    assert sample(
-        row.reshape(1, -1), SequenceParams(allowed_token_ids=[3, 417], temperature=0.0)
-    ).tolist() == [417]
-    banned = SequenceParams(bad_words_token_ids=[[5], [300]], temperature=0.0)
-    assert sample(row.reshape(1, -1), banned).tolist() == [417]
-    with pytest.raises(ValueError, match="NaN"):
-        sample(row.reshape(1, -1), SequenceParams(bad_words_token_ids=[[300]]))
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -96,12 +57,15 @@ def test_what_is_masked_may_hold_anything() -> None:
         {"bad_words_token_ids": [[t] for t in range(V) if t != 417]},
         {"min_tokens": 3, "all_stop_token_ids": [t for t in range(V) if t != 417]},
         {},
+        None,
     ],
-    ids=["allow list", "bad words", "min tokens", "grammar"],
+    ids=["allow list", "bad words", "min tokens", "grammar", "logits"],
 )
-def test_all_but_one_masked_by_the_request(mask: dict) -> None:
+def test_all_but_one_masked(mask: dict | None) -> None:
     row = np.random.default_rng(0).normal(size=(1, V)).astype(np.float32)
     allowed = np.arange(V) == 417
+    if mask is None:
+        row[0, ~allowed] = -np.inf
     for given in (
         {},
         {"temperature": 0.0},
@@ -110,8 +74,8 @@ def test_all_but_one_masked_by_the_request(mask: dict) -> None:
         {"repetition_penalty": 2.0, "presence_penalty": 1.0},
     ):
         columns = SequenceColumns(V)
-        columns.join(0, SequenceParams(**mask, **given), range(V), [1, 417])
-        options = {} if mask else {"bitmask": bitmask(allowed)}
+        columns.join(0, SequenceParams(**(mask or {}), **given), range(V), [1, 417])
+        options = {"bitmask": bitmask(allowed)} if mask == {} else {}
         assert columns.sample([0], row, **options).token_ids.tolist() == [417]
 
 

@@ -24,7 +24,9 @@ KINDS = [
     {"top_k": 500, "min_tokens": 3, "all_stop_token_ids": [0, 1, 2]},
     {"allowed_token_ids": list(range(0, V, 3)), "frequency_penalty": 0.2},
     {"logprobs": -1, "repetition_penalty": 0.8},
+    {"thinking_token_budget": 2},
 ]
+REASONING = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8, 9]}
 
 
 def found(result, i: int) -> tuple:
@@ -40,7 +42,8 @@ def found(result, i: int) -> tuple:
 def test_any_history_draws_as_the_sequence_alone(data: st.DataObject) -> None:
     """Joins, draws of any of them in any order, preemption, ends, and lost state."""
     mode = data.draw(st.sampled_from(["raw_logprobs", "processed_logprobs", "processed_logits"]))
-    columns = SequenceColumns(V, logprobs_mode=mode)
+    made = {"logprobs_mode": mode, **REASONING}
+    columns = SequenceColumns(V, **made)
     texts: dict[int, tuple[SequenceParams, list[int], list[int]]] = {}
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for step in range(data.draw(st.integers(2, 10))):
@@ -48,7 +51,7 @@ def test_any_history_draws_as_the_sequence_alone(data: st.DataObject) -> None:
             handle = len(texts)
             kind = data.draw(st.sampled_from(KINDS))
             params = SequenceParams(**kind, seed=int(rng.integers(2**63)))
-            prompt = rng.integers(0, V, rng.integers(0, 300)).tolist()
+            prompt = [*rng.integers(0, V, rng.integers(0, 300)).tolist(), 7]
             texts[handle] = (params, prompt, [])
             columns.join(handle, params, prompt)
         here = [handle for handle in texts if handle in columns]
@@ -59,7 +62,7 @@ def test_any_history_draws_as_the_sequence_alone(data: st.DataObject) -> None:
                 columns.join(handle, *texts[handle])
                 here.append(handle)
         if data.draw(st.integers(0, 5)) == 0:  # its sampler has died
-            columns = SequenceColumns(V, logprobs_mode=mode)
+            columns = SequenceColumns(V, **made)
             for handle in here:
                 columns.join(handle, *texts[handle])
         drawn = rng.permutation(here)[: data.draw(st.integers(0, len(here)))].tolist()
@@ -71,7 +74,7 @@ def test_any_history_draws_as_the_sequence_alone(data: st.DataObject) -> None:
         result = columns.sample(drawn, x, bitmask=masks, bitmask_rows=rows)
         assert not result.errors
         for i, handle in enumerate(drawn):
-            alone = SequenceColumns(V, logprobs_mode=mode)
+            alone = SequenceColumns(V, **made)
             alone.join(0, *texts[handle])
             mask = {"bitmask": masks[i : i + 1]} if rows[i] >= 0 else {}
             twin = alone.sample([0], x[i : i + 1], **mask)

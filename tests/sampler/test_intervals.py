@@ -8,13 +8,12 @@ from itertools import product
 import numpy as np
 import pytest
 from tests.sampler import naive
-from tests.sampler.support import bfloat16, from_bfloat16
+from tests.sampler.support import bfloat16, draws, from_bfloat16
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams
 from sipipe.sampler.kernels.bounds import UNIT
 from sipipe.sampler.kernels.philox import uniform, uniforms
-from sipipe.sampler.state import SequenceColumns
 
 SEEDS = 400
 PROMPT, OUTPUT = [0, 1, 2, 3], [3, 4, 4, 5]
@@ -25,12 +24,9 @@ def drawn(x: np.ndarray, dtype: str, given: dict) -> tuple[np.ndarray, np.ndarra
     """Tokens that each seed draws from logits stored as ``dtype``, these logits, and what is kept."""
     stored = bfloat16(x) if dtype == "bfloat16" else x
     exact = from_bfloat16(stored) if dtype == "bfloat16" else x
-    columns = SequenceColumns(x.size)
-    for seed in range(SEEDS):
-        columns.join(seed, SequenceParams(seed=seed, **given), PROMPT, OUTPUT)
-    rows = np.zeros(SEEDS, np.int64)
-    tokens = columns.sample(range(SEEDS), stored.reshape(1, -1), rows).token_ids
-    kept = naive.processed_logits(exact, SequenceParams(**given), PROMPT, OUTPUT)
+    params = SequenceParams(**given)
+    tokens = draws(stored, params, SEEDS, prompt_token_ids=PROMPT, output_token_ids=OUTPUT)
+    kept = naive.processed_logits(exact, params, PROMPT, OUTPUT)
     return tokens, exact, kept
 
 

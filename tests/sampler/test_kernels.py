@@ -195,15 +195,6 @@ def test_philox_known_answers(counter: tuple, key: tuple, answer: tuple) -> None
     assert tuple(int(word) for word in words) == answer
 
 
-def test_uniform() -> None:
-    drawn = np.array([uniform(np.uint64(2**64 - 1), np.int64(i)) for i in range(4000)])
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    assert abs(drawn.mean() - 0.5) < 0.02
-    assert uniform(np.uint64(3), np.int64(9)) == uniform(np.uint64(3), np.int64(9))
-    assert uniform(np.uint64(4), np.int64(9)) != uniform(np.uint64(3), np.int64(9))
-
-
 def test_pairs_of_an_attempt() -> None:
     """Uniform each, and not those of another attempt."""
     pairs = np.array([uniforms(np.uint64(1), np.int64(2), i) for i in range(4000)])

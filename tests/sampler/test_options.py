@@ -29,17 +29,6 @@ def mask(*tokens: int) -> np.ndarray:
     return bitmask(np.isin(np.arange(V), tokens))
 
 
-def test_grammar() -> None:
-    row = logits("zipf", V)
-    order = np.argsort(-row, kind="stable")
-    allowed = sorted(int(t) for t in order[[50, 300, 599]])
-    params = SequenceParams(temperature=0.0)
-    assert greedy(row, params, bitmask=mask(*allowed)) == order[50]
-    assert greedy(row, params, bitmask=mask(*allowed), bitmask_rows=[-1]) == order[0]
-    listed = SequenceParams(temperature=0.0, allowed_token_ids=[int(order[300]), 5, 6])
-    assert greedy(row, listed, bitmask=mask(*allowed)) == order[300]
-
-
 def test_a_grammar_that_can_only_stop_overrides_min_tokens() -> None:
     row = logits("zipf", V)
     params = SequenceParams(temperature=0.0, min_tokens=9, all_stop_token_ids=[4, 5])
@@ -118,18 +107,6 @@ def test_long_lists_travel_as_bytes() -> None:
             SequenceParams.of(SimpleNamespace(**{field: value}))
     with pytest.raises(ValueError, match=r"allowed_token_ids: token ids .* vocabulary"):
         SequenceColumns(5).join(0, SequenceParams(allowed_token_ids=np.int32(5).tobytes()))
-
-
-def test_thinking_budget_counts() -> None:
-    budget = ThinkingBudget(2, [7], [8, 9], [], [1])
-    forced = []
-    for token in (5, 7, 1, 2, 8, 9, 3, 7, 8, 9, 4):
-        forced.append(budget.forced)
-        budget.observe(token)
-    assert forced == [-1, -1, -1, -1, 8, 9, -1, -1, -1, -1, -1]
-    assert ThinkingBudget(0, [7], [8], [], [7]).forced == 8
-    assert ThinkingBudget(3, [7], [8], [], [7, 1, 1]).forced == -1
-    assert ThinkingBudget(2, [7], [8], [], [7, 1, 1]).forced == 8
 
 
 @pytest.mark.parametrize("natural", [[8], [8, 9]])

@@ -156,6 +156,12 @@ class Service:
             drawn |= dict.fromkeys(dict(part.errors), -1)
         return [drawn[row] for row in sorted(drawn)], errors
 
+    def draw(self, step, logits):
+        """Publish an iteration and its logits; returns tokens and errors."""
+        self.publish(step)
+        self.write(step.iteration, logits)
+        return self.collect(step.iteration)
+
     def close(self):
         self.children.expect_end()
         self.ring.close()
@@ -207,10 +213,9 @@ def expected(logits, outputs):
 
 def check_both_draw(service):
     """In its first iteration, a row each."""
-    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
     logits = logits_of(0, 2)
-    service.write(0, logits)
-    assert service.collect(0)[0] == expected(logits, [[], []])
+    first = step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1]))
+    assert service.draw(first, logits)[0] == expected(logits, [[], []])
 
 
 def test_columns_draw_what_the_facade_draws_over_many_iterations(calm):
@@ -221,10 +226,8 @@ def test_columns_draw_what_the_facade_draws_over_many_iterations(calm):
             "appended": int32_bytes(handles),
             "tokens": int32_bytes([tokens[-1] for tokens in outputs]),
         }  # fmt: skip
-        calm.publish(step(iteration, handles, owners, **changes))
         logits = logits_of(iteration, 4)
-        calm.write(iteration, logits)
-        tokens, errors = calm.collect(iteration)
+        tokens, errors = calm.draw(step(iteration, handles, owners, **changes), logits)
         assert tokens == expected(logits, outputs)
         assert not errors
         for sequence, token in zip(outputs, tokens, strict=True):
@@ -249,11 +252,9 @@ def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(c
     now = calm.begin(1)
     bad = Added(33, 1, SequenceParams(allowed_token_ids=[VOCAB + 5]), int32_bytes(PROMPT))
     added = [*additions([31, 32], [0, 1]), bad]
-    calm.publish(step(now, [31, 32, 33], [0, 1, 1], added=added))
     logits = logits_of(now, 3)
     logits[1] = np.nan
-    calm.write(now, logits)
-    tokens, errors = calm.collect(now)
+    tokens, errors = calm.draw(step(now, [31, 32, 33], [0, 1, 1], added=added), logits)
     assert tokens == [expected(logits[:1], [[]])[0], -1, -1]
     assert "NaN" in errors[1]
     assert "allowed_token_ids" in errors[2]
@@ -285,9 +286,8 @@ def test_a_batch_that_asks_for_every_logprob_is_answered_in_frames():
 
 
 def check_one_died_and_both_draw(service, iteration):
-    service.publish(step(iteration, [1, 2], [0, 1]))
-    service.write(iteration, logits_of(iteration, 2))
-    assert len(service.collect(iteration)[0]) == 2
+    tokens, _ = service.draw(step(iteration, [1, 2], [0, 1]), logits_of(iteration, 2))
+    assert len(tokens) == 2
     assert [name for name, _ in service.deaths] == ["sampler1"]
 
 
@@ -305,11 +305,9 @@ def test_a_killed_sampler_is_replaced_from_a_snapshot(service, published_before_
         service.write(0, logits)
     tokens, _ = service.collect(0)
     assert tokens == expected(logits, [[], []])
-    service.publish(step(1, handles, owners, appended=int32_bytes(handles),
-                         tokens=int32_bytes(tokens)))  # fmt: skip
-    more = logits_of(1, 2)
-    service.write(1, more)
-    assert service.collect(1)[0] == expected(more, [[token] for token in tokens])
+    more, changes = logits_of(1, 2), {"appended": int32_bytes(handles)}
+    second = step(1, handles, owners, tokens=int32_bytes(tokens), **changes)
+    assert service.draw(second, more)[0] == expected(more, [[token] for token in tokens])
     assert service.deaths == [("sampler1", "exit code -9")]
 
 
@@ -318,21 +316,16 @@ def test_a_sampler_without_rows_is_replaced_and_draws_later(service):
     service.kill(1)
     outputs = []
     for iteration in range(12):  # more than BIC-L has entries, before the successor is there
-        handles = [1]
         changes = {"added": additions([1], [0])} if not outputs else {
             "appended": int32_bytes([1]), "tokens": int32_bytes(outputs[-1:]),
         }  # fmt: skip
-        service.publish(step(iteration, handles, [0], **changes))
         logits = logits_of(iteration, 1)
-        service.write(iteration, logits)
-        tokens, _ = service.collect(iteration)
+        tokens, _ = service.draw(step(iteration, [1], [0], **changes), logits)
         assert tokens == expected(logits, [outputs])
         outputs += tokens
-    logits = logits_of(12, 2)
-    service.publish(step(12, [1, 2], [0, 1], added=additions([2], [1]), appended=int32_bytes([1]),
-                         tokens=int32_bytes(outputs[-1:])))  # fmt: skip
-    service.write(12, logits)
-    assert service.collect(12)[0] == expected(logits, [outputs, []])
+    changes = {"appended": int32_bytes([1]), "tokens": int32_bytes(outputs[-1:])}
+    logits, both = logits_of(12, 2), step(12, [1, 2], [0, 1], added=additions([2], [1]), **changes)
+    assert service.draw(both, logits)[0] == expected(logits, [outputs, []])
     assert [name for name, _ in service.deaths] == ["sampler1"]
 
 
@@ -358,9 +351,7 @@ def test_what_a_predecessor_had_answered_and_nobody_kept_is_passed_over(service)
     os.kill(service.pid(1), signal.SIGKILL)
     assert service.starting.wait(30)
     for iteration in range(1, 8):  # a lap of BIC-L
-        service.publish(step(iteration, [1], [0]))
-        service.write(iteration, logits_of(iteration, 1))
-        service.collect(iteration)
+        service.draw(step(iteration, [1], [0]), logits_of(iteration, 1))
     service.replaced.clear()
     service.may_go_on.set()
     assert service.replaced.wait(30)
@@ -428,10 +419,8 @@ def test_what_ends_its_samplers_fails_alone(how, monkeypatch):
         added[2] = msgspec.structs.replace(added[2], params=poisoned)
         first = step(0, handles, owners, added=added)
         service.snapshots[1] = Snapshot(added[1:], [first], [])
-        service.publish(first)
         logits = logits_of(0, 4)
-        service.write(0, logits)
-        tokens, errors = service.collect(0)
+        tokens, errors = service.draw(first, logits)
         fine = [0, 1, 3]
         assert [tokens[row] for row in fine] == expected(logits[fine], [[], [], []])
         assert errors.keys() == {2}
@@ -442,10 +431,9 @@ def test_what_ends_its_samplers_fails_alone(how, monkeypatch):
         assert [name for name, _ in service.deaths] == ["sampler1"] * 3
         changes = {"removed": int32_bytes([3]), "appended": int32_bytes([1, 2, 4])}
         drawn = [tokens[row] for row in fine]
-        service.publish(step(1, [1, 2, 4], [0, 1, 1], tokens=int32_bytes(drawn), **changes))
         more = logits_of(1, 3)
-        service.write(1, more)
-        assert service.collect(1)[0] == expected(more, [[token] for token in drawn])
+        second = step(1, [1, 2, 4], [0, 1, 1], tokens=int32_bytes(drawn), **changes)
+        assert service.draw(second, more)[0] == expected(more, [[token] for token in drawn])
 
 
 def test_samplers_are_small_and_end_with_their_parent(service):

@@ -7,8 +7,8 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
+from tests.sampler.support import int32, proposed
 
 from sipipe.messages.boots import SuffixSettings
 from sipipe.sampler.drafts import drafter
@@ -75,16 +75,6 @@ def drafts(monkeypatch):
         ),
         100,
     )
-
-
-def int32(values):
-    return np.array(values, np.int32)
-
-
-def proposed(drafts, handles, drawn, worth=0.01):
-    """By handle, what may come behind the tokens of its rows, which are numbered from 10."""
-    found = drafts.propose(int32(handles), int32(range(10, 10 + len(handles))), int32(drawn), worth)
-    return {handles[row - 10]: np.frombuffer(each, np.int32).tolist() for row, each in found}
 
 
 def test_what_came_behind_the_same_tokens_is_proposed(drafts):

@@ -139,50 +139,6 @@ def prepare_prefill_inputs(
             following[ahead, row] = int(known[place]) if place < prefill else 0
 
 
-@twin_of("gpu.input_batch", "_prepare_pos_seq_lens_kernel")
-def prepare_pos_seq_lens(
-    grid, positions, seq_lens, index, query_start, num_computed, max_num_reqs, *, BLOCK_SIZE
-):
-    positions, seq_lens, index, query_start, num_computed = (
-        t.numpy() for t in (positions, seq_lens, index, query_start, num_computed)
-    )
-    seq_lens[grid[0] - 1 : max_num_reqs] = 0
-    for batch in range(grid[0] - 1):
-        begin, end, computed = (
-            query_start[batch],
-            query_start[batch + 1],
-            num_computed[index[batch]],
-        )
-        seq_lens[batch] = computed + end - begin
-        positions[begin:end] = np.arange(computed, computed + end - begin)
-
-
-@twin_of("gpu.input_batch", "_combine_sampled_and_draft_tokens_kernel")
-def combine_sampled_and_draft_tokens(
-    grid,
-    input_ids,
-    index,
-    last_sampled,
-    query_start,
-    seq_lens,
-    prefill_lens,
-    draft_tokens,
-    draft_tokens_stride,
-    first_logits,
-    logits_indices,
-    *,
-    NUM_NEW_SAMPLED_TOKENS,
-    BLOCK_SIZE,
-):
-    assert NUM_NEW_SAMPLED_TOKENS == 1
-    for batch in range(grid[0]):
-        row, last = int(index[batch]), int(query_start[batch + 1]) - 1
-        assert int(first_logits[batch + 1] - first_logits[batch]) == 1, "no drafts"
-        logits_indices[int(first_logits[batch])] = last
-        if int(seq_lens[batch]) > int(prefill_lens[row]):
-            input_ids[last] = int(last_sampled.view(-1)[row])
-
-
 @twin_of("gpu.input_batch", "_post_update_kernel")
 def post_update(
     grid,

@@ -68,12 +68,17 @@ def both(run):
     return ours
 
 
-BY_ENGINES = {"gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel"}
-"""Of addresses alone: tests/engine/test_device_sampling.py has stock's tokens."""
+ELSEWHERE = {
+    # Of addresses alone: tests/engine/test_device_sampling.py has stock's tokens.
+    "gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel",
+    # test_prepare.py compares these with SiPipe's own preparation, whose twin is in test_kernels.py.
+    "gpu.input_batch._prepare_pos_seq_lens_kernel",
+    "gpu.input_batch._combine_sampled_and_draft_tokens_kernel",
+}
 
 
 def test_every_kernel_has_a_twin():
-    assert {*TWINS, *BY_ENGINES} == {*launch.ARRAYS, *launch.TENSORS}
+    assert {*TWINS, *ELSEWHERE} == {*launch.ARRAYS, *launch.TENSORS}
 
 
 def test_a_kernel_of_ours_that_asks_for_what_vllm_does_not_give_is_named():
@@ -132,40 +137,20 @@ batches = st.builds(Batch, requests, st.integers(0, 99))
 
 @settings(max_examples=40, deadline=None)
 @given(batch=batches)
-def test_prompts_positions_and_tokens_of_decoding_requests(batch):
-    last = torch.from_numpy(batch.random.integers(0, 999, (ROWS, 1)))
-    drafts = torch.zeros(ROWS, 0, dtype=torch.int64)
-    first_logits = torch.arange(batch.count + 1, dtype=torch.int32)
-
+def test_tokens_of_prompts(batch):
     def prepare():
-        ids, positions = torch.full((TOKENS,), -7, dtype=torch.int32), torch.full((TOKENS,), -7)
-        lengths = torch.full((ROWS,), -7, dtype=torch.int32)
+        ids = torch.full((TOKENS,), -7, dtype=torch.int32)
         following = torch.full((1, ROWS), -7, dtype=torch.int32)
         input_batch.prepare_prefill_inputs(
             ids, following, batch.index, batch.starts, batch.known, batch.prefill, batch.computed
         )
-        input_batch.prepare_pos_seq_lens(
-            batch.index, batch.starts, batch.computed, positions, lengths
-        )
-        indices = input_batch.combine_sampled_and_draft_tokens(
-            ids,
-            batch.index,
-            last,
-            batch.starts,
-            lengths,
-            batch.prefill,
-            drafts,
-            first_logits,
-            batch.count,
-        )
         targets = prompt_logprob.get_prompt_logprobs_token_ids(
             batch.tokens, batch.starts, batch.index, batch.computed, batch.known
         )
-        return ids, positions, lengths, following, indices, targets
+        return ids, following, targets
 
-    ids, positions, *_ = both(prepare)
-    assert (ids[batch.tokens :] == -7).all()
-    assert (positions[batch.tokens :] == -7).all(), "wrote past its part"
+    ids, *_ = both(prepare)
+    assert (ids[batch.tokens :] == -7).all(), "wrote past its part"
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,7 @@
-"""What draws a stage's tokens in the place of vLLM's sampling, and what brings them, without a model."""
+"""What draws a stage's tokens in the place of vLLM's sampling, and what brings them, without a model.
+
+Batches of all kinds, on a device: ``test_cuda_order.py``.
+"""
 
 from __future__ import annotations
 
@@ -179,16 +182,6 @@ def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
     assert last_stage.stage_logits.rows == [4 if lora else 3]
 
 
-def test_all_rows_and_none(last_stage):
-    hidden = torch.arange(2.0).unsqueeze(1)
-    both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
-    assert row_values(sample(last_stage, hidden, both, ["a", "b"])[0].logits) == [0.0, 1.0]
-    chunks = batch(["a"], [0], [2], [9])
-    launched, _ = sample(last_stage, hidden, chunks, ["a"])
-    assert launched.logits is None
-    assert launched.reports, "no sampler will say that it has run"
-
-
 def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
     """A graph's are as long as it is."""
     both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
@@ -264,21 +257,6 @@ def test_each_row_has_its_place(last_stage, drawn, lora):
     assert row_values(launched.logits) == [8.0, 1.0]
     assert not drawn, "one rank says the tokens"
     assert not launched.reports
-
-
-def test_batches_of_one_place(last_stage, drawn):
-    last_stage = last_stage.take_over(per_row=True)
-    sampler = last_stage._runner.sampler
-    both, hidden = batch(["a", "b"], [9, 5], [1, 1], [9, 2]), torch.arange(2.0).unsqueeze(1)
-    for params, here in ((PLAIN, True), (ASKS_MORE, False)):
-        for row in range(2):
-            sampler.add_request(row, params)
-        sampler.apply_staged_writes()
-        launched, tokens = sample(last_stage, hidden, both, ["a", "b"])
-        assert (launched.draws, launched.reports, len(drawn)) == (here, here, int(here))
-        assert row_values(launched.logits) == ([] if here else [0.0, 1.0])
-        assert tokens.tolist() == ([[0], [1]] if here else [[0], [0]])
-        drawn.clear()
 
 
 def test_a_seed_of_any_size_is_drawn_with(drawn):

@@ -7,6 +7,7 @@ whose place SiPipe prepares; whatever a forward pass or its metadata would read 
 
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -198,26 +199,10 @@ def compare(ours, theirs, scheduled):
     assert batch.num_tokens == sum(scheduled.values())
 
 
-class Counter:
+def counted(owner, name):
     """Counts calls of a method of one object."""
-
-    def __init__(self, owner, name):
-        self.calls, self._method = 0, getattr(owner, name)
-        setattr(owner, name, self)
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        return self._method(*args, **kwargs)
-
-
-class CopiedDevice(HostDevice):
-    """One whose copies are done when somebody waits for them."""
-
-    def __init__(self):
-        self.waits = []
-
-    def wait(self, mark):
-        self.waits.append(mark)
+    setattr(owner, name, Mock(wraps=getattr(owner, name)))
+    return getattr(owner, name)
 
 
 @pytest.fixture(params=["in place", "copied"])
@@ -225,7 +210,7 @@ def prepared(request, monkeypatch):
     """A function that makes a runner in whose place SiPipe prepares."""
 
     def make(slots=2, sets=2):
-        runner, device = PreparingRunner(), CopiedDevice()
+        runner, device = PreparingRunner(), HostDevice()
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
             sizes = runner.max_num_reqs, runner.max_num_tokens
@@ -267,7 +252,7 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
     theirs = PreparingRunner()
     ours, side = prepared(slots)
     preparer = side._preparer
-    steady, added = Counter(preparer, "_write_steady"), Counter(preparer.states, "add")
+    steady, added = counted(preparer, "_write_steady"), counted(preparer.states, "add")
     lates = 0
     for iteration in range(150):
         output, requests = scheduler.output()
@@ -293,8 +278,8 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
             ours.finish(found[0])
             theirs.finish(expected[0])
         scheduler.sample(output, requests)
-    assert added.calls > 20
-    assert steady.calls > 20
+    assert added.call_count > 20
+    assert steady.call_count > 20
     assert lates > 10
 
 
@@ -362,13 +347,13 @@ def started(*names):
 
 def test_a_steady_microbatch_moves_no_sequence():
     preparer = started("a", "b")
-    written = [Counter(preparer.states, name) for name in ("add", "remove", "append_blocks")]
-    resolved = Counter(preparer.slots[0], "resolve")
-    steady = Counter(preparer, "_write_steady")
+    written = [counted(preparer.states, name) for name in ("add", "remove", "append_blocks")]
+    resolved = counted(preparer.slots[0], "resolve")
+    steady = counted(preparer, "_write_steady")
     for computed in (1, 2, 3):
         prepare(preparer, decode_output("ab", computed, [[5], [6]]), 0, computed % 2, 1)
-    assert steady.calls == 3
-    assert [counter.calls for counter in (*written, resolved)] == [0] * 4
+    assert steady.call_count == 3
+    assert [counter.call_count for counter in (*written, resolved)] == [0] * 4
 
 
 def test_the_order_of_scheduling_is_that_of_the_rows_of_logits():
@@ -416,10 +401,13 @@ def test_a_row_that_is_not_vllms_ends_the_stage_with_the_requests_name(prepared)
         runner.step(output)
 
 
-def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots():
+@pytest.mark.parametrize(
+    ("window", "passed"), [(0, 0), (1, 2), (4, 2), (5, 1), (8, 1), (9, 0), (100, 0)]
+)
+def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots(window, passed):
     """As vLLM 0.33's block tables say it; 0.32 has no windows."""
     runner = PreparingRunner()
-    runner.block_tables.sliding_window_reach = torch.tensor([4, 0], dtype=torch.int32)
+    runner.block_tables.sliding_window_reach = torch.tensor([window, 0], dtype=torch.int32)
     runner.block_tables.slot_mapping_enabled[1] = False
     preparer = preparer_of(runner, slots=1)
     output = new_output("a")
@@ -428,7 +416,7 @@ def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots():
     new.block_ids = ([5, 6, 7, 8], [9])
     prepare(preparer, output, 0, 0, 0)
     source = preparer.buffers[0]
-    assert source.block_tables[0].np[0, :4].tolist() == [0, 0, 7, 8]
+    assert source.block_tables[0].np[0, :4].tolist() == [0] * passed + [5, 6, 7, 8][passed:]
     assert source.slot_mappings.np[:, 0].tolist() == [8 * 4, -1]
     assert source.block_tables[1].np[0, 0] == 9
 

@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.links import HIDDEN, VOCAB  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: E402
@@ -22,6 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.logits import StageLogits  # noqa: E402
 from sipipe.worker.projection_rows import OfferedRows, ProjectionShard, time_parts  # noqa: E402
+
+VOCAB, HIDDEN = 1000, 32
 
 
 @pytest.fixture(autouse=True)
@@ -170,18 +171,21 @@ def test_a_head_that_stays_is_left_as_it_was():
     assert model.lm_head.cpu_linear is packed
 
 
-def test_stages_say_how_long_their_parts_take():
-    ran = []
-    model = SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32)
-    runner = SimpleNamespace(
+def runner(ran):
+    """What is timed; ``ran``: its passes."""
+    return SimpleNamespace(
         _dummy_run=lambda rows, **how: ran.append((rows, how)),
-        model_config=model,
+        model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
         vllm_config=VllmConfig(),
         device=torch.device("cpu"),
     )
-    assert time_parts(runner, None, 7, HostDevice()).projection == 0
+
+
+def test_stages_say_how_long_their_parts_take():
+    ran = []
+    assert time_parts(runner(ran), None, 7, HostDevice()).projection == 0
     assert all(seen == (7, {"uniform_decode": True}) for seen in ran)
-    measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
+    measured = time_parts(runner(ran), stage_logits(Model()), 7, HostDevice())
     assert measured.projection > 0
     assert measured.layers > 0
 
@@ -191,12 +195,5 @@ def test_a_busy_neighbour_decides_no_part(monkeypatch):
     clock, work = itertools.count(step=10**9), itertools.count(step=2_000_000)
     monkeypatch.setattr("time.monotonic_ns", clock.__next__)
     monkeypatch.setattr("time.thread_time_ns", work.__next__)
-    model = SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32)
-    runner = SimpleNamespace(
-        _dummy_run=lambda *_, **__: None,
-        model_config=model,
-        vllm_config=VllmConfig(),
-        device=torch.device("cpu"),
-    )
-    measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
+    measured = time_parts(runner([]), stage_logits(Model()), 7, HostDevice())
     assert measured.layers == measured.projection == pytest.approx(0.002)

@@ -1,32 +1,25 @@
-"""The output projection shared out: the projection thread, beside a real link and BIC-L; what is
-launched runs at once, or on a device that is late.
+"""The output projection shared out: the projection thread, beside a real link and BIC-L.
 
-Whole stages, streams and events: ``test_cuda_order.py``.
+Whole stages, and devices that are late: ``test_cuda_order.py``.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from types import SimpleNamespace
+import socket
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.links import (  # noqa: E402
-    HAND_OVER,
-    HIDDEN,
-    VOCAB,
-    link,
-)
-from tests.worker.test_projection_rows import Model, shards  # noqa: E402
+from tests.worker.test_projection_rows import HIDDEN, VOCAB, Model, shards  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from sipipe.errors import StallError  # noqa: E402
 from sipipe.ipc.errors import LinkClosedError  # noqa: E402
+from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
+from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
@@ -34,65 +27,7 @@ from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover, SharedProjection  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 
-
-class LateDevice:
-    """One stream of work and one of copies, each a queue that :meth:`run` empties.
-
-    Marks are places in the first queue. A copy reads its source when it runs, and not before what
-    it comes after, so that a source that was written too early or a target that was read too early
-    shows.
-    """
-
-    def __init__(self):
-        self.lock = threading.Condition()
-        self.launched = self.reached = 0
-        self.copies = []
-
-    def use(self):
-        pass
-
-    def beside(self):
-        return self
-
-    def mark(self):
-        with self.lock:
-            self.launched += 1
-            return SimpleNamespace(at=self.launched, copied=None)
-
-    def wait(self, mark):
-        with self.lock:
-            assert self.lock.wait_for(lambda: self._there(mark), 10), "the device never came"
-        return time.monotonic_ns()
-
-    def _there(self, mark):
-        return mark.copied if mark.copied is not None else self.reached >= mark.at
-
-    def nanoseconds(self, first, last):
-        return (last.at - first.at) * 1000
-
-    def fetch(self, source, target, after):
-        mark = SimpleNamespace(at=after.at, copied=False)
-        with self.lock:
-            self.copies.append((source, target, after, mark))
-            self._copy()
-        return mark
-
-    def run(self, mark):
-        """The device reaches ``mark``, and makes the copies that come after it."""
-        with self.lock:
-            self.reached = mark.at
-            self._copy()
-
-    def _copy(self):
-        for source, target, after, copied in self.copies:
-            if not copied.copied and after.at <= self.reached:
-                target.copy_(source)
-                copied.copied = True
-        self.lock.notify_all()
-
-    def asked(self, copies):
-        with self.lock:
-            assert self.lock.wait_for(lambda: len(self.copies) >= copies, 10)
+HAND_OVER = 60  # seconds; a bug in the test itself
 
 
 def inputs_of(iteration, samples=2):
@@ -104,26 +39,27 @@ def inputs_of(iteration, samples=2):
 class Shard:
     """A stand-in: logit v of a row is its hidden state plus v."""
 
-    def __init__(self, start, stop, pause=lambda: None):
-        self.columns, self.pause = torch.arange(start, stop), pause
+    def __init__(self, start, stop):
+        self.columns = torch.arange(start, stop)
 
     def whole(self, rows, into=None):
-        self.pause()
         return rows[:, :1] + self.columns
 
 
 class Two:
     """A stage with a projection thread, and the last stage's end; one sampler."""
 
-    def __init__(self, shard, bounds, *, device=None, bound=HAND_OVER):
+    def __init__(self, shard, bounds, *, bound=HAND_OVER):
         shape = LogitsShape(vocab=VOCAB, bounds=bounds)
         self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
         self.phases, self.failed = [], []
         self.ours, self.theirs = (LogitsHandover(self.channel.endpoint, rank) for rank in (0, 1))
-        sender, receiver = link(bound)
+        link = LinkEndpoint(kind="shm", buffer_tokens=16, depth=4, stall_timeout=bound)
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sender, receiver = open_sender(link, here), open_receiver(link, there)
         self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
         self.thread = ProjectionThread(
-            device or HostDevice(),
+            HostDevice(),
             receiver,
             shard,
             self.ours,
@@ -182,27 +118,8 @@ def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut):
             pair.finish(iteration, hidden, last.whole(hidden))
             assert torch.equal(pair.read(iteration), model.compute_logits(hidden))
     assert [phase for phase, *_ in pair.phases] == [Phase.LOGITS] * 7
+    assert all(began < ended for *_, began, ended in pair.phases)
     assert not pair.failed
-
-
-def test_nothing_is_said_before_the_device_is_there(two):
-    """Two iterations are launched and their rows are there before the device has run anything."""
-    device, shard = LateDevice(), Shard(0, 400)
-    made = []
-    shard.whole = lambda rows, _: made.append(torch.zeros(len(rows), 400)) or made[-1]
-    pair = two(shard, (0, 400, VOCAB), device=device)
-    for iteration in range(2):
-        pair.put(iteration)
-        pair.finish(iteration, torch.zeros(2, HIDDEN), torch.ones(2, VOCAB - 400))
-    for iteration in range(2):
-        device.asked(copies=iteration + 1)
-        assert len(pair.phases) == iteration
-        with torch.inference_mode():
-            made[iteration].fill_(1.0)  # what the device computes meanwhile
-            device.run(SimpleNamespace(at=device.launched))
-        assert (pair.read(iteration) == 1.0).all()
-    pair.thread.drain()
-    assert [end - began for _, _, began, end in pair.phases] == [1000, 1000]
 
 
 def test_who_launches_waits_for_nothing_and_a_drain_says_what_is_late(two):

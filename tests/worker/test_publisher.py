@@ -21,60 +21,44 @@ from sipipe.worker.publisher import Publisher  # noqa: E402
 VOCAB, BATCH, ENTRIES = 37, 5, 4
 
 
-class Rig:
-    def __init__(self, device):
-        self.channel = LogitsChannel(
-            "logits",
-            LogitsShape(vocab=VOCAB, bounds=(0, VOCAB)),
-            rows=ENTRIES * BATCH,
-            entries=ENTRIES,
-            readers=["a"],
-        )
-        self.said, self.phases, self.failed = [], [], []
-        handover = LogitsHandover(self.channel.endpoint)
-        self.ends = [handover, self.channel]
-        self.publisher = Publisher(
-            device,
-            handover,
-            report=self.said.append,
-            record=lambda phase, inputs, began, ended: self.phases.append(
-                (phase.name, inputs.iteration, ended - began)
-            ),
-            fail=self.failed.append,
-            stall_timeout=10,
-        )
-
-    def close(self):
-        self.publisher.close()
-        for end in self.ends:
-            end.close()
+@pytest.fixture
+def rig():
+    shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
+    channel = LogitsChannel("logits", shape, rows=ENTRIES * BATCH, entries=ENTRIES, readers=["a"])
+    handover = LogitsHandover(channel.endpoint)
+    found = SimpleNamespace(said=[], phases=[], failed=[])
+    found.publisher = Publisher(
+        HostDevice(),
+        handover,
+        report=found.said.append,
+        record=lambda phase, inputs, began, ended: found.phases.append(
+            (phase.name, inputs.iteration, ended - began)
+        ),
+        fail=found.failed.append,
+        stall_timeout=10,
+    )
+    yield found
+    for end in (found.publisher, handover, channel):
+        end.close()
 
 
-def launched(device, iteration, logits=None, **more):
+def launched(iteration, first=0, last=0, **more):
     row = iteration % ENTRIES * BATCH
     inputs = ModelInput(iteration=iteration, slot=0, buffer_set=0, output=None, logits_row=row)
-    marks = {"first": device.mark(), "last": device.mark()}
-    return Launched(inputs=inputs, **marks, logits=logits, **more)
+    return Launched(inputs=inputs, first=first, last=last, **more)
 
 
-def output(prompt_logprobs, tokens):
-    return SimpleNamespace(
-        get_output=lambda: SimpleNamespace(
-            prompt_logprobs_dict=prompt_logprobs, prompt_token_id_logprobs_dict={"named": 7.0}
-        ),
-        sampled_token_ids=np.array(tokens),
-    )
-
-
-def test_what_is_said_of_an_iteration():
+def test_what_is_said_of_an_iteration(rig):
     """Scores of the prompts that asked for them, tokens of the device, and the times of the layers
     and of the product."""
-    device = HostDevice()
-    rig = Rig(device)
-    said = output({"asked": "scores", "not": None}, [[5], [9]])
-    one = launched(device, 0, reports=True, draws=True, output=said)
-    one.first, one.made, one.last = 0, 2000, 3000
-    rig.publisher.put(one)
+    told = SimpleNamespace(
+        prompt_logprobs_dict={"asked": "scores", "not": None},
+        prompt_token_id_logprobs_dict={"named": 7.0},
+    )
+    said = SimpleNamespace(get_output=lambda: told, sampled_token_ids=np.array([[5], [9]]))
+    rig.publisher.put(
+        launched(0, first=0, made=2000, last=3000, reports=True, draws=True, output=said)
+    )
     rig.publisher.drain()
     assert rig.said == [
         IterationReport(
@@ -85,17 +69,13 @@ def test_what_is_said_of_an_iteration():
         )
     ]
     assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
-    rig.close()
 
 
-def test_an_error_ends_it_and_is_said():
-    device = HostDevice()
-    rig = Rig(device)
-    rig.publisher.put(launched(device, 0, torch.zeros(ENTRIES * BATCH + 1, VOCAB)))
+def test_an_error_ends_it_and_is_said(rig):
+    rig.publisher.put(launched(0, logits=torch.zeros(ENTRIES * BATCH + 1, VOCAB)))
     with pytest.raises(Exception, match="21, LogitsShape"):
         rig.publisher.drain()
     with pytest.raises(Exception, match="21, LogitsShape"):
-        rig.publisher.put(launched(device, 1))
+        rig.publisher.put(launched(1))
     rig.publisher.close()
     assert len(rig.failed) == 1
-    rig.close()

@@ -100,24 +100,6 @@ StatesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=
 TestStates = StatesMachine.TestCase
 
 
-def test_a_name_that_comes_back_with_another_row_is_not_taken_for_the_old_one():
-    states = RequestStates(range(4), (4,))
-    slots = [SlotBatch(), SlotBatch()]
-    old = [states.add("a", [1]), states.add("b", [2])]
-    states.append_blocks(old, [[[5]], [[6]]])
-    slots[0].resolve(["a", "b"], old)
-    gone = states.remove(["a", "b"])
-    assert gone == old
-    for slot in slots:
-        slot.touch(gone)
-    new = [states.add(name, [1]) for name in ("c", "a", "b")][1:]
-    states.append_blocks(new, [[[8]], [[7]]])
-    assert new != old
-    assert not slots[0].same(["a", "b"])
-    slots[0].resolve(["a", "b"], new)
-    assert states.blocks[0][slots[0].rows, 0].tolist() == [8, 7]
-
-
 def test_a_steady_slot_is_recognised_without_looking_at_the_states():
     states = RequestStates(range(4), (4,))
     slot = SlotBatch()

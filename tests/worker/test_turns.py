@@ -45,7 +45,7 @@ def reachable(sets, iterations):
 
 
 @pytest.mark.parametrize("sets", [1, 2, 3, 4])
-def test_no_reachable_state_overwrites_what_is_or_will_be_read(sets):
+def test_every_reachable_state_keeps_what_is_to_be_read_and_goes_on(sets):
     states = reachable(sets, iterations=3 * sets + 2)
     assert any(turns.writing and reading(turns) for turns in states) == (sets > 1)
     for turns in states:
@@ -55,12 +55,7 @@ def test_no_reachable_state_overwrites_what_is_or_will_be_read(sets):
         assert len(set(held)) == len(held), "two iterations in one set"
         if turns.writing:
             assert turns.prepared % sets not in held
-
-
-@pytest.mark.parametrize("sets", [1, 2, 3])
-def test_something_can_always_go_on(sets):
-    for turns in reachable(sets, iterations=8):
-        assert turns.may_write or turns.may_read or turns.writing or reading(turns), turns
+        assert turns.may_write or turns.may_read or turns.writing or reading(turns), "all wait"
 
 
 def test_with_two_sets_and_a_busy_device_the_rule_is_the_papers():
@@ -68,11 +63,6 @@ def test_with_two_sets_and_a_busy_device_the_rule_is_the_papers():
     for turns in reachable(2, iterations=10):
         if reading(turns) and not turns.writing:
             assert turns.may_write == (turns.prepared == turns.taken)
-
-
-def test_one_set_prepares_and_runs_in_turn():
-    for turns in reachable(1, iterations=10):
-        assert not (turns.writing and reading(turns))
 
 
 @pytest.mark.parametrize("sets", [1, 2, 3])
@@ -87,14 +77,3 @@ def test_a_turn_out_of_order_is_refused_and_names_the_counts(sets, move):
             with pytest.raises(AssertionError, match=f"sets={sets}, prepared={turns.prepared}"):
                 getattr(turns, move)()
     assert refused
-
-
-def test_sets_are_used_in_turn():
-    turns = Turns(2)
-    used = []
-    for _ in range(5):
-        used.append(turns.start_write())
-        turns.end_write()
-        turns.start_read()
-        turns.end_read()
-    assert used == [0, 1, 0, 1, 0]

@@ -1,7 +1,7 @@
 """Kernels of vLLM's second runner for a CPU, as NumPy expressions.
 
 Each does what vLLM's kernel of the same name does, in all of its programs, and has that kernel's
-parameter names, by which it is called (:mod:`sipipe.worker.cpu_kernels.launch`). Each has a slow,
+parameter names, by which it is called (:mod:`sipipe.worker.cpu_kernels.launch`). Most have a slow,
 obvious twin in ``tests/worker/kernel_twins.py``. Rejected: compiled loops, which save 55 µs an
 iteration of 128 requests where vLLM prepares its inputs itself, and nothing elsewhere.
 

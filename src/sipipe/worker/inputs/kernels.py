@@ -1,8 +1,8 @@
 """Compiled loops of input preparation: from the facts of a batch to the tensors a model reads.
 
 Every kernel runs without the GIL, so that the thread that prepares a microbatch does not hold up
-the one that drives the device, and touches only the arrays it is given. Each has a slow, obvious
-twin in ``tests/worker/test_kernels.py``.
+the one that drives the device, and touches only the arrays it is given. ``lay_out`` has a
+slow, obvious twin in ``tests/worker/test_kernels.py``.
 
 Shapes: B requests in the batch, T tokens in the batch, R rows of :class:`RequestStates`, W
 columns of a block table.
