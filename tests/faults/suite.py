@@ -49,14 +49,15 @@ def judge(kind, outcome, expected):
         return "unclear", outcome["shutdown"]
     error = outcome["error"] or ("killed" if outcome["exit"] == -9 else "")
     if error:
-        clear = kind.ends and re.search(kind.ends, error)
+        allowed = kind.ends or kind.may_end
+        clear = allowed and re.search(allowed, error)
         return "error" if clear else "unclear", error
     if outcome["exit"]:
         return "unclear", f"exit status {outcome['exit']} without a word"
     whole = {r: tokens for r, tokens in outcome["tokens"].items() if r not in outcome["aborted"]}
     if any(len(tokens) != len(expected[r]) for r, tokens in whole.items()):
         return "wrong", "a request is short of tokens"
-    if kind.must_end and outcome["injected"]:
+    if kind.ends and outcome["injected"]:
         return "unclear", "the engine did not notice"
     return "recovered", ""
 
