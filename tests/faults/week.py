@@ -28,8 +28,6 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-KEPT = Path(__file__).parent
-BEGIN, END = "<!-- week: generated -->", "<!-- /week -->"
 STREAMS = 32
 LENGTHS = (1, 2, 4, 8, 32)
 FAULTS = {
@@ -317,12 +315,6 @@ WORDS = {
 }
 
 
-def page(text, kept):
-    """README.md with this table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
-
-
 def grown(looks):
     """What is counted and is more in the last look than in the first; memory by a tenth and 8 MiB."""
     first, last = looks[0], looks[-1]
@@ -355,7 +347,7 @@ def main():
     options = parser.parse_args()
     from tests.faults.kinds import scenario
     from tests.faults.rig import run_all
-    from tests.faults.suite import machine
+    from tests.faults.suite import keep, machine
 
     asked = {name: getattr(options, name) for name in ("requests", "faults", "seed", "parts")}
     asked["progress"] = os.dup(2)
@@ -385,9 +377,7 @@ def main():
     print(*bad, found["said"].get("trace", ""), sep="\n")
     print(f"SUMS {json.dumps(kept['counts'] | {'bad': len(bad)})}")
     if options.keep and not bad:
-        (KEPT / "week.json").write_text(json.dumps(kept, indent=1) + "\n")
-        file = KEPT / "README.md"
-        file.write_text(page(file.read_text(), kept))
+        keep("week", kept, markdown(kept))
     return int(bool(bad))
 
 
