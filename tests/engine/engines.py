@@ -297,6 +297,23 @@ def engine_environment() -> dict:
     } | ({"SIPIPE_TESTS_START_ANEW": "1"} if GPU.exists() else {})
 
 
+def words(options: dict) -> list[str]:
+    """An engine's options, on the command line."""
+    found = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            found += [f"--{option}", str(value)]
+    return found
+
+
+def answers(batches) -> list[list[dict]]:
+    """Token ids of each request of each batch, as an engine's results."""
+    return [[{"outputs": [{"token_ids": ids}]} for ids in batch] for batch in batches]
+
+
 def tokens(requests) -> list[list[int]]:
     """Token ids of the first sequence of each request."""
     return [request["outputs"][0]["token_ids"] for request in requests]

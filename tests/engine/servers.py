@@ -178,13 +178,17 @@ def metric(address, name) -> float:
     return float(found.group(1))
 
 
+def post(address, body, seconds=60):
+    """What answers a completion."""
+    data = json.dumps({"model": MODEL, **body}).encode()
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", data, kind)
+    return urllib.request.urlopen(request, timeout=seconds)
+
+
 def complete(address, prompt, asked):
     """The tokens of one completion, and the log-probabilities named at each, in any order."""
-    body = {"model": MODEL, "prompt": prompt, "return_tokens_as_token_ids": True, **asked}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with post(address, {"prompt": prompt, "return_tokens_as_token_ids": True, **asked}) as answer:
         said = json.load(answer)["choices"][0]["logprobs"]
     chosen = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
     return chosen, [sorted(at.values()) for at in said["top_logprobs"]]

@@ -23,6 +23,7 @@ import pytest
 from tests.engine.engines import (
     HERE,
     Engine,
+    answers,
     assert_stock,
     engine_environment,
     greedy,
@@ -31,6 +32,7 @@ from tests.engine.engines import (
     run_engine,
     same_tokens,
     shared,
+    words,
 )
 from tests.engine.forks import Forked
 from tests.engine.servers import wait_until
@@ -59,15 +61,7 @@ SETTINGS = {
     "num_gpu_blocks_override": 256,
     "enforce_eager": True,
 }
-OPTIONS = [
-    word
-    for name, value in SETTINGS.items()
-    for word in (
-        [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
-        if isinstance(value, bool)
-        else [f"--{name.replace('_', '-')}", str(value)]
-    )
-]
+OPTIONS = words(SETTINGS)
 SERVED = ["--port", "8000", "--host", "127.0.0.1", "--served-model-name", "m"]
 SERVED += ["--cores", "off", "--samplers", "2"]
 
@@ -182,8 +176,7 @@ class Served:
     def run(self, batches) -> list:
         asked = self.directory / "asked.json"
         asked.write_text(json.dumps(batches))
-        said = self.client(CLIENT, str(asked)).splitlines()
-        return [[{"outputs": [{"token_ids": t}]} for t in json.loads(line)] for line in said]
+        return answers(map(json.loads, self.client(CLIENT, str(asked)).splitlines()))
 
     def client(self, code, *arguments) -> str:
         """What a client on the main host prints."""
@@ -195,9 +188,6 @@ class Served:
     def command(self, node) -> psutil.Process:
         """What `sipipe serve` started on a host: the front end or the agent."""
         return self.process(node, "sipipe.engine.server")
-
-    def agent(self) -> psutil.Process:
-        return self.command(1)
 
     def process(self, node, title) -> psutil.Process:
         """One of a host's processes, by a part of its command line."""
@@ -501,10 +491,10 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
         served.cluster.hosts[1].mute(True)
         says = {0: host, 1: main}
     elif loss == "agent killed":
-        served.agent().kill()
+        served.command(1).kill()
         says = {0: host, 1: "the server was killed (SIGKILL)"}
     elif loss == "agent stopped":
-        served.agent().suspend()
+        served.command(1).suspend()
         says = {0: host}
     else:
         served.process(1, "Worker_PP").kill()
@@ -512,7 +502,7 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
     served.hears(loss, says, began=began)
     if loss == "agent stopped":
         served.ended(0)
-        served.agent().resume()
+        served.command(1).resume()
         served.hosts[1].send_signal(signal.SIGCONT)
         served.hears("continued", {1: main})
     served.ended()

@@ -138,15 +138,17 @@ def test_what_has_more_than_a_token_of_each_is_not_planned():
     assert iterations.plan() is None
 
 
-def test_what_waits_fails_with_the_engine():
+def test_what_runs_and_what_waits_fail_with_the_engine():
     iterations = Iterations(1, 99)
     for turn in range(2):
         output = SchedulerOutput.make_empty()
         iterations.scheduled(output, 0, turn, 0, 0)
         waits = iterations.enter(output)
-    assert iterations.begin(lambda *_: DRAWN)
+    first = iterations.begin(lambda *_: DRAWN)
     assert iterations.begin(lambda *_: DRAWN) is None
     iterations.fail(RuntimeError("stage1.0 died"))
+    with pytest.raises(RuntimeError, match=r"iteration 0 failed: stage1\.0 died"):
+        first.future.result(0)
     with pytest.raises(RuntimeError, match=r"iteration that waits failed: stage1\.0 died"):
         waits.future.result(0)
     assert iterations.begin(lambda *_: DRAWN) is None
@@ -233,16 +235,6 @@ def test_requests_without_a_token_are_errors_of_their_own():
     output = build_output(iteration)
     assert output.sampled_token_ids == [[], [], []]
     assert iteration.errors == {"a": "bad", "c": "NaN"}
-
-
-def test_what_stops_the_engine_resolves_every_future():
-    iterations = Iterations(3, 99)
-    iteration = begin(iterations)
-    iterations.fail(RuntimeError("stage0.0 died"))
-    with pytest.raises(RuntimeError, match=r"iteration 0 failed: stage0\.0 died"):
-        iteration.future.result(0)
-    with pytest.raises(RuntimeError, match="has failed"):
-        begin(iterations)
 
 
 class Watched:
