@@ -488,14 +488,6 @@ def test_a_name_that_can_only_be_the_hubs_is_not_asked_for(tmp_path, monkeypatch
     checkpoint.ask_hub("org/another")
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """No question to the model hub, which may wait for a network that is not there."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
 PORT = "the port that the test holds"
 
 
@@ -548,9 +540,9 @@ def measured_here(name, job, module, timeout):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_line_before_anything_starts(
-    model, capsys, monkeypatch, offline, argv, said
-):
+def test_a_mistake_is_one_line_before_anything_starts(model, capsys, monkeypatch, argv, said):
+    # The hub may be behind a network that is not there.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sipipe.cli.serve.supervise", served_here)
     monkeypatch.setattr("sipipe.cli.bench.measured", measured_here)
     with socket.socket() as taken:
