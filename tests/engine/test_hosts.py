@@ -473,7 +473,21 @@ def test_a_lost_link_of_an_idle_engine_is_known_to_its_health(serve):
     served.ended()
 
 
-LOSSES = ["cable", "half open", "agent killed", "agent stopped", "worker killed"]
+HOST = "host 1 (10.77.18.2, stage 1) died or cannot be reached"
+MAIN = f"the main host (10.77.18.1:{PORT}) died or cannot be reached"
+LOSSES = {
+    "cable": (lambda served: served.cluster.hosts[0].cable("down"), {0: HOST, 1: MAIN}),
+    "half open": (lambda served: served.cluster.hosts[1].mute(True), {0: HOST, 1: MAIN}),
+    "agent killed": (
+        lambda served: served.command(1).kill(),
+        {0: HOST, 1: "the server was killed (SIGKILL)"},
+    ),
+    "agent stopped": (lambda served: served.command(1).suspend(), {0: HOST}),
+    "worker killed": (
+        lambda served: served.process(1, "Worker_PP").kill(),
+        {0: "on host 1 died", 1: "the engine ended: stage worker stage1.0"},
+    ),
+}
 
 
 @pytest.mark.slow
@@ -482,29 +496,14 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
     served = serve("-pp", "2")
     served.wait_served()
     began = time.monotonic()
-    lost = "died or cannot be reached"
-    host, main = f"host 1 (10.77.18.2, stage 1) {lost}", f"the main host (10.77.18.1:{PORT}) {lost}"
-    if loss == "cable":
-        served.cluster.hosts[0].cable("down")
-        says = {0: host, 1: main}
-    elif loss == "half open":
-        served.cluster.hosts[1].mute(True)
-        says = {0: host, 1: main}
-    elif loss == "agent killed":
-        served.command(1).kill()
-        says = {0: host, 1: "the server was killed (SIGKILL)"}
-    elif loss == "agent stopped":
-        served.command(1).suspend()
-        says = {0: host}
-    else:
-        served.process(1, "Worker_PP").kill()
-        says = {0: "on host 1 died", 1: "the engine ended: stage worker stage1.0"}
+    lose, says = LOSSES[loss]
+    lose(served)
     served.hears(loss, says, began=began)
     if loss == "agent stopped":
         served.ended(0)
         served.command(1).resume()
         served.hosts[1].send_signal(signal.SIGCONT)
-        served.hears("continued", {1: main})
+        served.hears("continued", {1: MAIN})
     served.ended()
     print(f"{loss}: nothing left after {time.monotonic() - began:.1f} s")
 
