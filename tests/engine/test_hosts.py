@@ -512,10 +512,8 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
 def test_a_worker_that_is_killed_while_it_loads_ends_both_hosts(serve):
     served = serve("-pp", "2")
     served.wait_for(1, "OpenMP thread binding info")  # said just before workers start
-    deadline = time.monotonic() + START
-    while not (found := served.find(1, "sipipe.worker")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    found[0].kill()
+    wait_until(lambda: served.find(1, "sipipe.worker"), START)
+    served.process(1, "sipipe.worker").kill()
     said = "ended while starting"
     served.hears("killed while it loads", {0: f"on host 1 {said}", 1: f"on host 1 {said}"})
     assert "the engine ended: stage worker stage1.0" in served.log(1)

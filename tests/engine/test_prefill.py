@@ -28,7 +28,7 @@ from tests.engine.engines import (
     words,
 )
 from tests.engine.servers import MODEL, VLLM, Server, health, metric, post, wait_until
-from tests.engine.test_kv_connectors import PAGES, asked, on_shelf
+from tests.engine.test_kv_connectors import PAGES, asked, on_shelf, stored_in
 from tests.ipc.link.conftest import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -41,16 +41,14 @@ EXACT = {"enforce_eager": True, "dtype": "float32", "enable_prefix_caching": Fal
 
 
 def stored_by(role, directory):
-    connector = {"kv_connector": "ExampleConnector", "kv_role": role}
-    connector["kv_connector_extra_config"] = {"shared_storage_path": str(directory)}
     # It stores a prompt's first chunk for the whole of it.
-    return ["--no-enable-chunked-prefill", *moved_by(connector)]
+    return ["--no-enable-chunked-prefill", *moved_by(stored_in(directory, role))]
 
 
 def moved_by(connector):
-    options = ["--kv-transfer-config", json.dumps(connector)]
-    options += ["--additional-config", json.dumps({"sipipe": {"cores": "off"}})]
-    return options + words({"max_model_len": 256, **PAGES, **EXACT})
+    settings = {"additional_config": {"sipipe": {"cores": "off"}}, **connector}
+    as_json = {name: json.dumps(value) for name, value in settings.items()}
+    return words({**as_json, "max_model_len": 256, **PAGES, **EXACT})
 
 
 start = partial(Server, forked=True)
@@ -214,7 +212,7 @@ def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
     store, scratch = tmp_path / "store", tmp_path / "scratch"
     store.mkdir()
     scratch.mkdir()
-    slow = on_shelf(store, policy="recompute", slow=0.1)["kv_transfer_config"]
+    slow = on_shelf(store, policy="recompute", slow=0.1)
 
     def started(log, *more, port=None):
         words = [*moved_by(slow), *more]

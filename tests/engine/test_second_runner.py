@@ -102,15 +102,6 @@ def with_both_places(batches):
 
 
 @pytest.mark.slow
-def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(models):
-    """Ranks write their columns of the samplers' rows, and gather those of the device's."""
-    path, batches = model(models), parity.mixed_batches()
-    settings = {"cpu_sampling": "per_row"}
-    found = run(path, with_both_places(batches), sipipe=settings, tensor_parallel_size=2)
-    assert_stock(found, path, batches)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "stages", "ranks"),
     [
@@ -280,7 +271,8 @@ def test_a_model_that_sees_equals_stock(models, stages, more, family):
 @pytest.mark.slow
 @ways
 def test_a_model_with_recurrent_layers_equals_stock(models, stages, more):
-    """Mamba's states lie beside attention's blocks, and end with their requests."""
+    """Mamba's states lie beside attention's blocks, and end with their requests. Of two ranks each
+    writes its columns of the samplers' rows, and gathers those of the device's."""
     path, batches = checkpoint(models, "falcon_h1"), parity.mixed_batches()
     settings = {"cpu_sampling": "per_row"}
     found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **more)
