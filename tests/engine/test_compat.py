@@ -74,8 +74,7 @@ def vllm_config(**changes):
         else:
             flat[name] = value
     return SimpleNamespace(
-        **{name: SimpleNamespace(**values) for name, values in parts.items()},
-        **flat,
+        **{name: SimpleNamespace(**values) for name, values in parts.items()}, **flat
     )
 
 

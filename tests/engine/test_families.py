@@ -10,15 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.engine import tiny_models
-from tests.engine.engines import (
-    Engine,
-    assert_stock,
-    model,
-    prompts,
-    run_engine,
-    shared,
-    tokens,
-)
+from tests.engine.engines import Engine, assert_stock, model, prompts, run_engine, shared, tokens
 from tests.engine.test_features import PENALTIES, SCHEMA, same_answers
 
 pytestmark = pytest.mark.engine

@@ -51,11 +51,7 @@ def test_stages_follow_one_another(stages, hosts, counts):
 
 @pytest.mark.parametrize(
     ("stages", "hosts"),
-    [
-        (1, {"count": 2}),
-        (4, {"count": 2, "stages": (1, 2)}),
-        (4, {"count": 2, "stages": (4,)}),
-    ],
+    [(1, {"count": 2}), (4, {"count": 2, "stages": (1, 2)}), (4, {"count": 2, "stages": (4,)})],
 )
 def test_a_host_without_a_stage_is_refused(stages, hosts):
     with pytest.raises(ConfigError, match=r"--nnodes 2 and \d stages .*every host needs a stage"):

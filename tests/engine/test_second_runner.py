@@ -137,9 +137,7 @@ def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
     path, asked = model(models), prompts(4, longest=300, seed=21)
     short = {"temperature": 0.0, "max_tokens": 3}
     [likely] = run(
-        path,
-        [{"prompts": asked, "params": [short | {"prompt_logprobs": 3}] * 4}],
-        stages=stages,
+        path, [{"prompts": asked, "params": [short | {"prompt_logprobs": 3}] * 4}], stages=stages
     )
     rows = [[list(map(int, at)) for at in one["prompt_logprobs"][1:]] for one in likely]
     most = max(len(at) for of in rows for at in of)

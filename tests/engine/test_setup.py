@@ -243,13 +243,7 @@ def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
 
 
 def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
-    made = SimpleNamespace(
-        stages=3,
-        ranks=2,
-        slots=4,
-        config=SiPipeConfig(),
-        rows=8,
-    )
+    made = SimpleNamespace(stages=3, ranks=2, slots=4, config=SiPipeConfig(), rows=8)
     links = opening.make_final_links(made, "shm", "cpu")
     assert [link.name for link in links] == [
         "final2-0.r0",

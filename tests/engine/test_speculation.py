@@ -113,10 +113,7 @@ def test_nor_where_requests_are_preempted_share_blocks_and_have_adapters(models)
     path = model(models)
     config = json.loads((path / "config.json").read_text())
     adapter = ["a", 1, str(make_adapter(models / "adapter-drafts", config))]
-    plain = {
-        "prompts": repeating(8) + prompts(3),
-        "params": greedy(11, shortest=40, longest=80),
-    }
+    plain = {"prompts": repeating(8) + prompts(3), "params": greedy(11, shortest=40, longest=80)}
     asked = [plain, plain | {"lora": [adapter] * 11}]
     with_and_without(path, asked, **crowded(), max_num_seqs=16)
 

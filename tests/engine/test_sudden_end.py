@@ -16,13 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.engine.engines import (
-    gone,
-    in_shared_memory,
-    in_shared_memory_of,
-    model,
-    prompts,
-)
+from tests.engine.engines import gone, in_shared_memory, in_shared_memory_of, model, prompts
 from tests.engine.servers import VLLM, Server, complete, metric, wait_until
 
 from sipipe.ipc.sockets import PREFIX, remove_dead

@@ -7,14 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from benchmarks import make_model
-from tests.engine.engines import (
-    assert_stock,
-    greedy,
-    run_engine,
-    shared,
-    stock_results,
-    tokens,
-)
+from tests.engine.engines import assert_stock, greedy, run_engine, shared, stock_results, tokens
 from tests.engine.test_features import same_answers
 
 from sipipe import halves

@@ -172,8 +172,7 @@ def everybody(rng):
 def ending(rng):
     """Somebody dies while the engine ends."""
     return scenario(
-        streams=4,
-        engine=[fault("shut down", "pull", name=rng.choice((*SAMPLERS, *STAGES)))],
+        streams=4, engine=[fault("shut down", "pull", name=rng.choice((*SAMPLERS, *STAGES)))]
     )
 
 

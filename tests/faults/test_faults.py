@@ -73,10 +73,7 @@ def documented(name, of):
 
 def test_the_documented_table_is_what_was_found():
     kept = documented("faults", suite)
-    assert {row["kind"] for row in kept["rows"]} == {
-        *(kind.name for kind in KINDS),
-        *clients.KINDS,
-    }
+    assert {row["kind"] for row in kept["rows"]} == {*(kind.name for kind in KINDS), *clients.KINDS}
     assert sum(row["injected"] for row in kept["rows"]) >= 500
     assert not any(row[key] for row in kept["rows"] for key in BAD)
 

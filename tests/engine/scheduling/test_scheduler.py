@@ -243,8 +243,7 @@ def _random_run(cls, config, seed, *, blocks, steps=600, aborts=True, priorities
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    ("stages", "blocks", "policy"),
-    [(2, 2000, "fcfs"), (4, 60, "fcfs"), (3, 60, "priority")],
+    ("stages", "blocks", "policy"), [(2, 2000, "fcfs"), (4, 60, "fcfs"), (3, 60, "priority")]
 )
 def test_random_histories_give_the_tokens_of_stock(ours, configs, seed, stages, blocks, policy):
     config = configs(stages, scheduling_policy=policy)
