@@ -21,14 +21,8 @@ from tests.engine.engines import (
 
 pytestmark = pytest.mark.engine
 
-SEEDED = {
-    "temperature": 0.9,
-    "top_p": 0.95,
-    "top_k": 50,
-    "min_p": 0.01,
-    "ignore_eos": True,
-    "logprobs": 2,
-}
+SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01}
+SEEDED |= {"ignore_eos": True, "logprobs": 2}
 
 
 def seeded(count):

@@ -35,12 +35,8 @@ def test_everything_of_empty_outputs_is_carried():
     for output in (third, fourth):
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"d": 1}, 1
     third.finished_req_ids, third.new_block_ids_to_zero = {"e"}, [3]
-    assert [dispatcher.publish(o) for o in (first, second, third, fourth)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    said = [dispatcher.publish(output) for output in (first, second, third, fourth)]
+    assert said == [False, False, True, True]
     assert published == [third, fourth]
     assert third.finished_req_ids == {"a", "e"}
     assert third.preempted_req_ids == {"b"}

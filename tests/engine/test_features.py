@@ -255,16 +255,7 @@ def make_adapter(directory, config):
         weights[f"{name}.lora_A.weight"] = rng.normal(size=(rank, hidden)).astype(np.float32)
         weights[f"{name}.lora_B.weight"] = rng.normal(size=(out, rank)).astype(np.float32)
     save_file(weights, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "r": rank,
-                "lora_alpha": 16,
-                "target_modules": ["q_proj"],
-                "bias": "none",
-                "task_type": "CAUSAL_LM",
-            }
-        )
-    )
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    told |= {"bias": "none", "task_type": "CAUSAL_LM"}
+    (directory / "adapter_config.json").write_text(json.dumps(told))
     return directory

@@ -138,24 +138,11 @@ def test_channels_fit_beside_a_dev_shm_that_is_too_small():
     unshare = shutil.which("unshare")
     if unshare is None or os.geteuid() != 0:
         pytest.skip("only root mounts a /dev/shm of its own")
-    mount = "mount -t tmpfs -o size=1m none /dev/shm"
-    if subprocess.run([unshare, "-m", "sh", "-c", mount], check=False).returncode:
+    shell, mount = [unshare, "-m", "sh", "-c"], "mount -t tmpfs -o size=1m none /dev/shm"
+    if subprocess.run([*shell, mount], check=False).returncode:
         pytest.skip("mount namespaces are not allowed here")
-    done = subprocess.run(
-        [
-            unshare,
-            "-m",
-            "sh",
-            "-c",
-            f'{mount} && exec "$0" -c "$1"',
-            sys.executable,
-            IN_A_CONTAINER,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [*shell, f'{mount} && exec "$0" -c "$1"', sys.executable, IN_A_CONTAINER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "fits\n", done.stderr
 
 

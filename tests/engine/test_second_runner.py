@@ -87,14 +87,9 @@ def test_stages_that_pad_differently_equal_stock(models, drawing):
     """CUDA graphs pad batches, each stage as its own graphs want it; real rows alone travel, on
     either path. Before that vLLM warms its kernels up, as it does on GPUs."""
     path, batches = model(models), parity.mixed_batches()
-    found = run(
-        path,
-        batches,
-        stages=3,
-        sipipe={"cpu_sampling": drawing},
-        worker_extension_cls="padded_twins.Twins",
-    )
-    assert_stock(found, path, batches)
+    settings = {"cpu_sampling": drawing}
+    padded = {"worker_extension_cls": "padded_twins.Twins"}
+    assert_stock(run(path, batches, stages=3, sipipe=settings, **padded), path, batches)
 
 
 def with_both_places(batches):
@@ -301,11 +296,6 @@ def test_the_kernels_themselves_interpreted_equal_stock(models, stages):
     """
     path, batches = model(models), parity.mixed_batches()
     paths = [str(INTERPRETED), TRITON, *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = run(
-        path,
-        batches,
-        stages=stages,
-        env=DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        worker_extension_cls="",
-    )
+    env = DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    found = run(path, batches, stages=stages, env=env, worker_extension_cls="")
     assert_stock(found, path, batches)

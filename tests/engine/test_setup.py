@@ -245,12 +245,8 @@ def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
 def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
     made = SimpleNamespace(stages=3, ranks=2, slots=4, config=SiPipeConfig(), rows=8)
     links = opening.make_final_links(made, "shm", "cpu")
-    assert [link.name for link in links] == [
-        "final2-0.r0",
-        "final2-0.r1",
-        "final2-1.r0",
-        "final2-1.r1",
-    ]
+    names = [link.name for link in links]
+    assert names == ["final2-0.r0", "final2-0.r1", "final2-1.r0", "final2-1.r1"]
 
 
 def test_a_configuration_that_comes_from_another_process_has_that_one_watched(monkeypatch):

@@ -111,13 +111,8 @@ def test_json_by_schema_is_valid_100_times_of_100(smollm2, chats):
     params = [{**asked, "seed": seed} for seed in range(100)]
     batch, dense = {"prompts": chats[:100], "params": params}, {"disable_any_whitespace": True}
     # Else some answers are new lines to their end, as the grammar has it.
-    found = run_engine(
-        smollm2,
-        [batch],
-        **shared(2),
-        **CACHE,
-        structured_outputs_config=dense | {"backend": "xgrammar"},
-    )
+    options = {"structured_outputs_config": dense | {"backend": "xgrammar"}}
+    found = run_engine(smollm2, [batch], **shared(2), **CACHE, **options)
     said = [request["outputs"][0]["text"] for request in found[0]]
     for text in said:
         jsonschema.validate(json.loads(text), SCHEMA)

@@ -30,18 +30,9 @@ import psutil
 ROOT = Path(__file__).parents[2]
 STREAMS = 32
 LENGTHS = (1, 2, 4, 8, 32)
-FAULTS = {
-    "kill": 16,
-    "stop": 6,
-    "term": 2,
-    "hold": 1,
-    "pause": 1,
-    "clock": 2,
-    "rotate": 2,
-    "memory": 1,
-    "fill": 1,
-}
-"""What is done, and how often of 32. The first four are deaths and stops of one sampler."""
+FAULTS = {"kill": 16, "stop": 6, "term": 2, "hold": 1}
+FAULTS |= {"pause": 1, "clock": 2, "rotate": 2, "memory": 1, "fill": 1}
+"""What is done, and how often of 32; the first of one sampler."""
 MOMENT = 0.05
 """Seconds for which somebody is stopped, or is without memory."""
 SETTLED, REST = 30.0, 1.0
@@ -118,13 +109,8 @@ class Week:
         known = self._known[number % STREAMS]
         params = known.sampling_params.clone()
         params.max_tokens = length = min(params.max_tokens, self._chances.choice(LENGTHS))
-        request = Request(
-            str(number),
-            known.prompt_token_ids,
-            params,
-            pooling_params=None,
-            block_hasher=known._block_hasher,
-        )
+        more = {"pooling_params": None, "block_hasher": known._block_hasher}
+        request = Request(str(number), known.prompt_token_ids, params, **more)
         ends = self._chances.randrange(length) if self._chances.random() < 0.1 else -1
         expected = self._asked["expected"][known.request_id][:length]
         self._live[request.request_id] = [request, expected, [], ends]
