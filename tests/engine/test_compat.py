@@ -83,21 +83,14 @@ def vllm_config(**changes):
     [
         ({"speculative_config": drafts("eagle")}, '--speculative-config.*method "eagle"'),
         ({"speculative_config": drafts(by_size=True)}, "--speculative-config.*per_batch_size"),
-        (
-            {"speculative_config": drafts(), "model_config__has_inner_state": True},
-            "--speculative-config.*recurrent",
-        ),
-        (
-            {"speculative_config": drafts(), "model_config__is_encoder_decoder": True},
-            "--speculative-config.*encoder-decoder",
-        ),
-        (
-            {"speculative_config": drafts(), "cache_config__kv_sharing_fast_prefill": True},
-            "--speculative-config.*--kv-sharing-fast-prefill",
-        ),
-        (
-            {"speculative_config": drafts(), "kv_transfer_config": object()},
-            "--speculative-config.*--kv-transfer-config",
+        *(
+            ({"speculative_config": drafts(), name: value}, f"--speculative-config.*{reason}")
+            for name, value, reason in (
+                ("model_config__has_inner_state", True, "recurrent"),
+                ("model_config__is_encoder_decoder", True, "encoder-decoder"),
+                ("cache_config__kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+                ("kv_transfer_config", object(), "--kv-transfer-config"),
+            )
         ),
         (
             {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
@@ -183,15 +176,15 @@ def test_samplers_draw_for_every_kind_of_model(special):
     assert not compat.why_not_samplers(config, SiPipeConfig(cpu_sampling="on"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
-        ({"watermark_config": object()}, "--watermark-config"),
-        ({"model_config__return_sampling_mask": True}, "--return-sampling-mask"),
-        ({"model_config__is_diffusion": True}, "diffusion"),
-        ({"model_config__enable_trace_replay": True}, "--enable-trace-replay"),
-    ],
-)
+BY_KERNELS = [
+    ({"watermark_config": object()}, "--watermark-config"),
+    ({"model_config__return_sampling_mask": True}, "--return-sampling-mask"),
+    ({"model_config__is_diffusion": True}, "diffusion"),
+    ({"model_config__enable_trace_replay": True}, "--enable-trace-replay"),
+]
+
+
+@pytest.mark.parametrize(("changes", "option"), BY_KERNELS)
 def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
     with pytest.raises(UnsupportedError, match=f"{option}.*Triton") as error:
         compat.check_kernels(vllm_config(**changes))
@@ -205,11 +198,8 @@ def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
     [
         ({"model_config__runner_type": "pooling"}, {}, "pooling"),
         ({"model_config__logits_processors": ["a.B"]}, {}, "--logits-processors"),
-        ({"model_config__return_sampling_mask": True}, {}, "--return-sampling-mask"),
         ({"model_config__enable_prompt_embeds": True}, {}, "--enable-prompt-embeds"),
-        ({"watermark_config": object()}, {}, "watermark"),
-        ({"model_config__is_diffusion": True}, {}, "diffusion"),
-        ({"model_config__enable_trace_replay": True}, {}, "--enable-trace-replay"),
+        *((changes, {}, option) for changes, option in BY_KERNELS),
         ({"aux_output_config__enabled": True}, {}, "routed experts"),
         ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
     ],
