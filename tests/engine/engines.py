@@ -72,7 +72,7 @@ def greedy(count: int, *, shortest: int = 4, longest: int = 24, seed: int = 1) -
     ]
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager):
     """An engine in a process of its own. ``sipipe=None``: stock vLLM.
 
     ``log`` is where it and its workers write; a file that goes with the process if none is named.
@@ -133,12 +133,7 @@ class Engine:
 
     def find(self, pattern: str) -> list[psutil.Process]:
         """The engine's processes whose command line has ``pattern``."""
-        found = []
-        for process in self.descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):  # short-lived ones come and go
-                if re.search(pattern, " ".join(process.cmdline())):
-                    found.append(process)
-        return found
+        return named(self.descendants(), pattern)
 
     def close(self, seconds: float = 30) -> None:
         """End the engine as a user does, by the end of its input; kill what is left. 0 seconds: kill
@@ -154,9 +149,6 @@ class Engine:
         self.process.kill()
         if self.log.parent == Path(tempfile.gettempdir()):
             self.log.unlink(missing_ok=True)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close(0)
@@ -237,6 +229,16 @@ def close_engines() -> None:
 
 
 atexit.register(close_engines)
+
+
+def named(processes: list[psutil.Process], pattern: str) -> list[psutil.Process]:
+    """Those whose command line has ``pattern``."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # short-lived ones come and go
+            if re.search(pattern, " ".join(process.cmdline())):
+                found.append(process)
+    return found
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:

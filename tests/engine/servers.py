@@ -15,7 +15,7 @@ import urllib.request
 import aiohttp
 import psutil
 import pytest
-from tests.engine.engines import HERE, engine_environment, kill
+from tests.engine.engines import HERE, engine_environment, kill, named
 from tests.engine.forks import Forked
 from tests.ipc.link.conftest import free_port
 
@@ -24,7 +24,7 @@ MODEL = "tiny"
 VLLM = "vllm.entrypoints.cli.main"
 
 
-class Server:
+class Server(contextlib.AbstractContextManager):
     """``python -m MODULE serve`` with two stages, in a process group of its own; ready once it is
     made.
 
@@ -86,15 +86,12 @@ class Server:
 
     def find(self, who) -> psutil.Process:
         """One of its processes, by a part of its command line."""
-        return next(p for p in self.everybody() if who in " ".join(p.cmdline()))
+        return named(self.everybody(), who)[0]
 
     def close(self) -> None:
         kill(self.everybody())
         self.process.kill()
         self.process.wait()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()

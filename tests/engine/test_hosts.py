@@ -7,7 +7,6 @@ there, and bounded here by what a busy machine needs.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from tests.engine.engines import (
     engine_environment,
     greedy,
     model,
+    named,
     prompts,
     run_engine,
     same_tokens,
@@ -196,12 +196,7 @@ class Served:
         return found[0]
 
     def find(self, node, title) -> list[psutil.Process]:
-        found = []
-        for process in self.cluster.hosts[node].processes():
-            with contextlib.suppress(psutil.Error):
-                if title in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        return named(self.cluster.hosts[node].processes(), title)
 
     def end(self) -> None:
         """End the engine as Ctrl-C on the main host does."""

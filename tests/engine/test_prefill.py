@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def moved_by(connector):
 start = partial(Server, forked=True)
 
 
-class Router:
+class Router(AbstractContextManager):
     def __init__(self, log, prefill, *decode):
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
@@ -65,9 +66,6 @@ class Router:
                 [sys.executable, str(ROUTER), *words], stdout=out, stderr=out
             )
         wait_until(lambda: health(self.address) == 200)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.process.kill()

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from tests.engine.engines import answers, assert_stock, engine_environment, model
+from tests.engine.engines import answers, assert_stock, engine_environment, model, named
 from tests.engine.test_hosts import NOTICED, OPTIONS, SERVED, SETTINGS, START, Served
 from tests.engine.test_parity import mixed_batches
 
@@ -261,7 +261,7 @@ def test_ray_serve_deploys_an_engine_and_replaces_it(cluster, ray, models, tmp_p
         )  # fmt: skip
     wait_for(lambda: "SERVED" in log.read_text())
     assert answered()
-    worker = next(p for p in cluster.hosts[1].processes() if "Worker_PP1" in " ".join(p.cmdline()))
+    worker = named(cluster.hosts[1].processes(), "Worker_PP1")[0]
     worker.kill()
     worker.wait(NOTICED)
     wait_for(answered)  # by another engine, which Serve has made

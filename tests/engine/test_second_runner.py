@@ -28,6 +28,7 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.servers import wait_until
+from tests.engine.test_memory_budget import mapped
 
 pytestmark = pytest.mark.engine
 
@@ -170,23 +171,12 @@ def test_compiled_stages_equal_stock(models, tmp_path):
 
 
 def mapped_channels(engine):
-    """Bytes of the channels' memory that any process of an engine maps, by its name, and of each
-    process how much of it is resident."""
-    sizes, resident = {}, {}
+    """Bytes of the channels' memory that any process of an engine maps, by its name."""
+    sizes = {}
     for process in [psutil.Process(engine.process.pid), *engine.descendants()]:
-        here = name = None
-        for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
-            if found := re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+) +/memfd:(sipipe\S*)", line):
-                first, last, inode, name = found.groups()
-                here = (name, inode)
-                size = int(last, 16) - int(first, 16)
-                sizes[here] = max(sizes.get(here, 0), size)
-            elif re.match(r"\w+-\w+ ", line):
-                here = None
-            elif here and line.startswith("Rss:"):
-                of = resident.setdefault(process.pid, {})
-                of[here] = max(of.get(here, 0), int(line.split()[1]) << 10)
-    return sizes, resident
+        for file, size in mapped(process.pid).items():
+            sizes[file] = max(sizes.get(file, 0), size)
+    return sizes
 
 
 @pytest.mark.slow
@@ -197,9 +187,9 @@ def test_a_running_engine_maps_what_its_budget_says(models):
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
     with Engine(model(models, vocab=40_000), sipipe=settings, **degrees) as engine:
         engine.run(long)
-        first, _ = mapped_channels(engine)
+        first = mapped_channels(engine)
         engine.run([*long, *long])
-        sizes, resident = mapped_channels(engine)
+        sizes = mapped_channels(engine)
         said = re.search(r"shared memory: ([\d,.]+) MiB \((.*?)\)", engine.log.read_text())
     assert sizes == first
     budget = dict(part.rsplit(" ", 1) for part in said[2].split(", "))
@@ -207,12 +197,10 @@ def test_a_running_engine_maps_what_its_budget_says(models):
     found = dict.fromkeys([*whole.values(), "the rest"], 0)
     for (name, _), size in sizes.items():
         found[whole.get(name.removeprefix("sipipe-"), "the rest")] += size / 2**20
-    print(said[0], found, {pid: sum(of.values()) >> 10 for pid, of in resident.items()})
+    print(said[0], found)
     for what in whole.values():
         assert found[what] == pytest.approx(float(budget.pop(what).replace(",", "")), abs=0.06)
     assert found["the rest"] == pytest.approx(sum(map(float, budget.values())), abs=0.12)
-    for of in resident.values():
-        assert all(size <= sizes[where] for where, size in of.items())
 
 
 def checkpoint(models, family):
