@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.engine.engines import (
+    DEFAULTS,
     HERE,
     Engine,
     answers,
@@ -52,15 +53,7 @@ SECRET = "a secret of the tests"
 START = 300.0  # seconds; two engines' worth of imports on a busy machine
 NOTICED = 20.0
 PORT = 29700
-SETTINGS = {
-    "dtype": "float32",
-    "max_model_len": 1024,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 128,
-    "enable_prefix_caching": False,
-    "num_gpu_blocks_override": 256,
-    "enforce_eager": True,
-}
+SETTINGS = DEFAULTS | {"max_model_len": 1024}
 OPTIONS = words(SETTINGS)
 SERVED = ["--port", "8000", "--host", "127.0.0.1", "--served-model-name", "m"]
 SERVED += ["--cores", "off", "--samplers", "2"]

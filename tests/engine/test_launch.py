@@ -163,15 +163,8 @@ def test_replicas_share_memory_and_cores_as_is_decided_before_they_start(model):
 def test_vllm_serve_ends_in_one_line(model):
     """Also on the newest vLLM. Other mistakes: tests/cli/test_wrong_usages.py."""
     vllm = Path(sys.executable).with_name("vllm")
-    command = [
-        vllm,
-        "serve",
-        model,
-        "--distributed-executor-backend",
-        "sipipe.Executor",
-        "-pp",
-        "9",
-    ]
+    command = [vllm, "serve", model, "-pp", "9"]
+    command += ["--distributed-executor-backend", "sipipe.Executor"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert said.returncode == 2, said.stderr[-2000:]
     assert "Traceback" not in said.stderr + said.stdout
@@ -241,12 +234,6 @@ def test_kv_caches_fit_the_memory_node_of_each_worker(nodes, workers, weights, g
     given = kv_memory.kv_cache_bytes(kv_memory.worker_nodes(workers), weights * GIB)
     assert given == pytest.approx(gib * GIB, abs=1 << 20)
     assert given % (1 << 20) == 0
-
-
-def test_a_model_that_a_node_cannot_hold_is_refused(nodes):
-    with pytest.raises(ResourceError, match=r"node 0 has 6\.0 GiB.*weights .* 7\.0 GiB") as it:
-        kv_memory.kv_cache_bytes([0, 0], 7 * GIB)
-    assert "\n" not in str(it.value)
 
 
 def test_workers_on_cpus_of_the_users_choice_or_on_hidden_nodes(nodes, monkeypatch):
