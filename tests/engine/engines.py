@@ -264,9 +264,8 @@ def in_shared_memory() -> set[str]:
 
 def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     """Names that these processes map: of what was there before, and what other tests have, none."""
-    device = os.stat(
-        "/dev/shm"
-    ).st_dev  # a host's (tests/hosts.py) is another, with the same numbers
+    # A host's (tests/hosts.py) is another, with the same numbers.
+    device = os.stat("/dev/shm").st_dev
     mapped = rf"{os.major(device):02x}:{os.minor(device):02x} (\d+) +/dev/shm/"
     numbers = set()
     for process in processes:
