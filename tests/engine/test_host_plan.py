@@ -70,12 +70,8 @@ def test_every_connection_has_a_port_of_its_own():
 def test_a_link_between_hosts_has_a_token_where_it_is_not_encrypted(encrypts):
     hosts = HostSettings(count=2, address="127.0.0.1", encrypt_links=encrypts)
     setup = SimpleNamespace(stages=3, ranks=2, slots=4, link_tokens=512)
-    links = make_links(
-        SimpleNamespace(**vars(setup), config=SiPipeConfig(hosts=hosts)),
-        {2: "127.0.0.2"},
-        "shm",
-        "cpu",
-    )
+    setup.config = SiPipeConfig(hosts=hosts)
+    links = make_links(setup, {2: "127.0.0.2"}, "shm", "cpu")
     assert [link.kind for link in links] == ["shm", "shm", "zeromq", "zeromq"]
     tokens = [link.token for link in links]
     assert not any(tokens[:2])
