@@ -11,6 +11,8 @@ from sipipe.engine import compatibility as compat
 from sipipe.errors import ConfigError, UnsupportedError
 
 REPLICAS = {"parallel_config__data_parallel_size": 2}
+HOSTS = {"count": 2, "address": "x"}
+IN_SHM = SimpleNamespace(mm_processor_cache_type="shm")
 
 
 def drafts(method="ngram", *, by_size=False):
@@ -92,25 +94,18 @@ def vllm_config(**changes):
                 ("kv_transfer_config", object(), "--kv-transfer-config"),
             )
         ),
-        (
-            {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
-            "--data-parallel-size.*experts: start a server for each",
-        ),
-        (
-            {"parallel_config__data_parallel_size": 4},
-            "--data-parallel-size on several hosts.*: start a server on each",
-        ),
-        (
-            {**REPLICAS, "parallel_config__data_parallel_backend": "ray"},
-            "--data-parallel-size.*by Ray: start a server",
-        ),
-        (
-            {**REPLICAS, "parallel_config__placement_group": object()},
-            "--data-parallel-size.*by Ray: start a server",
-        ),
-        (
-            {**REPLICAS, "additional_config": {"sipipe": {"hosts": {"count": 2, "address": "x"}}}},
-            "--data-parallel-size.*: start a server on each",
+        *(
+            (REPLICAS | changes, f"--data-parallel-size.*{reason}")
+            for changes, reason in (
+                ({"model_config__is_moe": True}, "experts: start a server for each"),
+                (
+                    {"parallel_config__data_parallel_size": 4},
+                    " on several .*: start a server on each",
+                ),
+                ({"parallel_config__data_parallel_backend": "ray"}, "by Ray: start a server"),
+                ({"parallel_config__placement_group": object()}, "by Ray: start a server"),
+                ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start a server on each"),
+            )
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
@@ -121,10 +116,7 @@ def vllm_config(**changes):
         ({"load_config__load_format": "ipc_cache"}, "--load-format ipc_cache"),
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
-        (
-            {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
-            "--mm-processor-cache-type shm",
-        ),
+        ({"model_config__multimodal_config": IN_SHM}, "--mm-processor-cache-type shm"),
     ],
 )
 def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
