@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.engine import servers
 from tests.engine.engines import (
     assert_stock,
     in_shared_memory,
@@ -24,17 +25,7 @@ from tests.engine.engines import (
     prompts,
     tokens,
 )
-from tests.engine.servers import (
-    MODEL,
-    STREAMS,
-    Server,
-    complete,
-    health,
-    load,
-    metric,
-    post,
-    wait_until,
-)
+from tests.engine.servers import Server, complete, health, load, metric, post, wait_until
 
 import sipipe
 
@@ -84,7 +75,7 @@ def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(se
     listening = [p for p in forked if port in [c.laddr.port for c in p.net_connections("inet")]]
     assert listening == [server]
     text = served[2].read_text()
-    assert text.count(f"{MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
+    assert text.count(f"{servers.MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
     for line in ("core plan: ", "scheduler: core", "shared memory: ", "Output projection "):
         assert text.count(line) == 1, line
 
@@ -110,9 +101,9 @@ def test_many_streams_with_aborts_end_and_nothing_is_left(served):
     address, process, log, temporary = served
     everybody = psutil.Process(process.pid).children(recursive=True)
     ends = asyncio.run(load(address))
-    assert len(ends) == STREAMS
+    assert len(ends) == servers.STREAMS
     assert set(ends) <= {"done", "given up"}
-    assert ends.count("done") >= STREAMS * 2 // 3 - 1
+    assert ends.count("done") >= servers.STREAMS * 2 // 3 - 1
     wait_until(lambda: metric(address, "vllm:num_requests_running") == 0, 20)
     assert metric(address, "vllm:num_requests_waiting") == 0
     assert metric(address, "vllm:kv_cache_usage_perc") == 0
