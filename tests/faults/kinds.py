@@ -12,7 +12,9 @@ from collections.abc import Callable
 from random import Random
 
 SAMPLERS, STAGES = ("sampler0", "sampler1"), ("stage0.0", "stage1.0")
+CHILDREN = (*SAMPLERS, *STAGES)
 START_SAMPLER = ("born", "warm up", "boot", "attach to BIC-I", "attach to BIC-L", "say")
+START_SUCCESSOR = (*START_SAMPLER, "restore")
 BUSY_SAMPLER = ("hear", "let go", "apply", "draw", "answer")
 START_WORKER = ("born", "boot", "load", "say", "serve", "describe", "open")
 BUSY_WORKER = {
@@ -104,7 +106,7 @@ def sampler_and_successor(rng):
 def restarting_sampler(rng):
     name = rng.choice(SAMPLERS)
     first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
-    then = [[fault(rng.choice((*START_SAMPLER, "restore")))] for _ in range(2)]
+    then = [[fault(rng.choice(START_SUCCESSOR))] for _ in range(2)]
     return scenario(planned={name: [[first], *then]})
 
 
@@ -133,7 +135,7 @@ def dying_sampler(rng):
 @later
 def struck_spare(rng, what, **more):
     """At any step of its life, before a sampler dies or when it has its place."""
-    strikes = [[fault(rng.choice((*START_SAMPLER, "restore")), what, **more)] for _ in range(2)]
+    strikes = [[fault(rng.choice(START_SUCCESSOR), what, **more)] for _ in range(2)]
     dies = {"name": rng.choice(SAMPLERS), "what": "kill", "step": rng.randrange(20, 60)}
     return scenario(spare=0.0, planned={"spare": strikes}, outside=[dies])
 
@@ -164,16 +166,14 @@ def worker_and_sampler(rng):
 
 def everybody(rng):
     step = rng.randrange(3, 60)
-    names = [*SAMPLERS, *STAGES]
+    names = [*CHILDREN]
     rng.shuffle(names)
     return scenario(outside=[{"name": n, "what": "kill", "step": step} for n in names])
 
 
 def ending(rng):
     """Somebody dies while the engine ends."""
-    return scenario(
-        streams=4, engine=[fault("shut down", "pull", name=rng.choice((*SAMPLERS, *STAGES)))]
-    )
+    return scenario(streams=4, engine=[fault("shut down", "pull", name=rng.choice(CHILDREN))])
 
 
 @later
@@ -203,10 +203,14 @@ def stopped_sampler(rng, seconds):
     return scenario(planned={rng.choice(SAMPLERS): [[stop]]})
 
 
+def stopped_worker(own, seconds, stall=60):
+    return busy_worker(own, "stop", stall, seconds=seconds)
+
+
 def stopped_successor(rng):
     name = rng.choice(SAMPLERS)
     first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
-    then = fault(rng.choice((*START_SAMPLER, "restore")), "stop", seconds=FOR_EVER)
+    then = fault(rng.choice(START_SUCCESSOR), "stop", seconds=FOR_EVER)
     return scenario(planned={name: [[first], [then]]}, sipipe={"stall_timeout": 20})
 
 
@@ -238,7 +242,7 @@ def no_descriptors(rng):
 
 @later
 def limited(rng, what, own=False):
-    names = STAGES if own else (*SAMPLERS, *STAGES)
+    names = STAGES if own else CHILDREN
     name = rng.choice(names)
     points = BUSY_SAMPLER if name in SAMPLERS else (OWN_WORKER if own else BUSY_WORKER)[name]
     first = 20 if name in STAGES else 1
@@ -320,7 +324,7 @@ def abandoned(make):
 
 
 @later
-def struck_at_start(rng, names, points, what, own=False, **more):
+def at_start(rng, names, points, what, own=False, **more):
     return scenario(own, planned={rng.choice(names): [[fault(rng.choice(points), what, **more)]]})
 
 
@@ -335,12 +339,12 @@ def signalled(rng, names, what):
 def frozen(rng, seconds):
     """All processes, as a container is that is paused: the engine stops the others, then itself."""
     stop = {"what": "stop", "step": rng.randrange(3, 60), "seconds": seconds}
-    return scenario(outside=[{"name": n, **stop} for n in (*SAMPLERS, *STAGES, "engine")])
+    return scenario(outside=[{"name": n, **stop} for n in (*CHILDREN, "engine")])
 
 
 def jumping_clock(rng):
     """The wall clock is put forward or back by an hour, in one process."""
-    name, by = rng.choice((*SAMPLERS, *STAGES, "engine")), rng.choice((-3600, 3600))
+    name, by = rng.choice((*CHILDREN, "engine")), rng.choice((-3600, 3600))
     if name == "engine":
         return scenario(engine=[fault(rng.choice(BUSY_ENGINE), "jump", by=by)])
     points = BUSY_SAMPLER if name in SAMPLERS else BUSY_WORKER[name]
@@ -401,7 +405,7 @@ KINDS = [
     Kind("the spare sampler is stopped for ever", struck_spare("stop", seconds=FOR_EVER), 6),
     Kind(
         "a sampler is killed while the engine starts",
-        struck_at_start(SAMPLERS, START_SAMPLER, "kill"),
+        at_start(SAMPLERS, START_SAMPLER, "kill"),
         8,
         may_end=r"sampler\d ended while starting",
     ),
@@ -411,13 +415,13 @@ KINDS = [
     Kind("an idle worker is killed (vLLM's sampler)", idle_worker(True), 6, STAGE_DIED),
     Kind(
         "a worker is killed while the engine starts",
-        struck_at_start(STAGES, START_WORKER, "kill"),
+        at_start(STAGES, START_WORKER, "kill"),
         12,
         STAGE_DIED,
     ),
     Kind(
         "a worker is killed while the engine starts (vLLM's sampler)",
-        struck_at_start(STAGES, START_WORKER, "kill", own=True),
+        at_start(STAGES, START_WORKER, "kill", own=True),
         8,
         STAGE_DIED,
     ),
@@ -437,15 +441,13 @@ KINDS = [
         6,
         may_end=r"no progress for .* s: .* waits for samplers",
     ),
-    Kind("a worker is stopped for 1 s", busy_worker(False, "stop", seconds=1), 8),
-    Kind("a worker is stopped for 1 s (vLLM's sampler)", busy_worker(True, "stop", seconds=1), 6),
-    Kind("a worker is stopped for 10 s", busy_worker(False, "stop", seconds=10), 6),
-    Kind(
-        "a worker is stopped for ever", busy_worker(False, "stop", 4, seconds=FOR_EVER), 10, SAYING
-    ),
+    Kind("a worker is stopped for 1 s", stopped_worker(False, 1), 8),
+    Kind("a worker is stopped for 1 s (vLLM's sampler)", stopped_worker(True, 1), 6),
+    Kind("a worker is stopped for 10 s", stopped_worker(False, 10), 6),
+    Kind("a worker is stopped for ever", stopped_worker(False, FOR_EVER, 4), 10, SAYING),
     Kind(
         "a worker is stopped for ever (vLLM's sampler)",
-        busy_worker(True, "stop", 4, seconds=FOR_EVER),
+        stopped_worker(True, FOR_EVER, 4),
         8,
         STALLED,
     ),
@@ -482,32 +484,32 @@ KINDS = [
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),
     Kind(
         "a worker raises an error while the engine starts",
-        struck_at_start(STAGES, START_WORKER[1:], "raise"),
+        at_start(STAGES, START_WORKER[1:], "raise"),
         8,
         "planted in|ended while starting .see its log lines above.",
     ),
     Kind(
         "a sampler raises an error while the engine starts",
-        struck_at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
+        at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
         8,
         may_end="ended while starting .*see its message above",
     ),
     Kind("the engine raises an error while it starts", starting_engine("raise"), 6, "planted in"),
     Kind(
         "a process gets no more memory while the engine starts",
-        struck_at_start((*SAMPLERS, *STAGES), ("boot", "say"), "memory"),
+        at_start(CHILDREN, ("boot", "say"), "memory"),
         8,
         may_end=ANY,
     ),
     Kind(
         "a process has no descriptors left while the engine starts",
-        struck_at_start((*SAMPLERS, *STAGES), ("boot", "say"), "descriptors"),
+        at_start(CHILDREN, ("boot", "say"), "descriptors"),
         8,
         may_end="Too many open files|descriptor",
     ),
     Kind(
         "a process is stopped for 1 s while the engine starts",
-        struck_at_start((*SAMPLERS, *STAGES), ("born", "boot", "say"), "stop", seconds=1),
+        at_start(CHILDREN, ("born", "boot", "say"), "stop", seconds=1),
         8,
     ),
     Kind("the spare sampler raises an error", struck_spare("raise"), 6),
@@ -520,18 +522,10 @@ KINDS = [
     Kind("the wall clock jumps by an hour in a process", jumping_clock, 12),
     Kind("a sampler that draws is killed (preemption, prefix caching)", crowded(busy_samplers), 8),
     Kind("a sampler is stopped for 1 s (preemption)", crowded(stopped_sampler(1)), 6),
-    Kind(
-        "a worker is stopped for 1 s (preemption)",
-        crowded(busy_worker(False, "stop", seconds=1)),
-        6,
-    ),
+    Kind("a worker is stopped for 1 s (preemption)", crowded(stopped_worker(False, 1)), 6),
     Kind("a busy worker is killed (preemption)", crowded(busy_worker(False)), 8, STAGE_DIED),
     Kind("a sampler that draws is killed amid aborts", abandoned(busy_samplers), 8),
-    Kind(
-        "a worker is stopped for 1 s amid aborts",
-        abandoned(busy_worker(False, "stop", seconds=1)),
-        6,
-    ),
+    Kind("a worker is stopped for 1 s amid aborts", abandoned(stopped_worker(False, 1)), 6),
     Kind("a sampler is killed amid aborts and preemption", crowded(abandoned(spared_samplers)), 6),
     Kind("a sampler that draws is killed amid drafts", drafting(busy_samplers), 8),
     Kind("a sampler is stopped for 1 s amid drafts", drafting(stopped_sampler(1)), 6),
