@@ -129,8 +129,7 @@ def sampling_params(values):
     if bias := values.get("logit_bias"):  # JSON has no integer keys
         values["logit_bias"] = {int(token): value for token, value in bias.items()}
     return SamplingParams(
-        **values,
-        structured_outputs=StructuredOutputsParams(**structured) if structured else None,
+        **values, structured_outputs=StructuredOutputsParams(**structured) if structured else None
     )
 
 

@@ -72,7 +72,7 @@ def greedy(count: int, *, shortest: int = 4, longest: int = 24, seed: int = 1) -
     ]
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager):
     """An engine in a process of its own. ``sipipe=None``: stock vLLM.
 
     ``log`` is where it and its workers write; a file that goes with the process if none is named.
@@ -133,12 +133,7 @@ class Engine:
 
     def find(self, pattern: str) -> list[psutil.Process]:
         """The engine's processes whose command line has ``pattern``."""
-        found = []
-        for process in self.descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):  # short-lived ones come and go
-                if re.search(pattern, " ".join(process.cmdline())):
-                    found.append(process)
-        return found
+        return named(self.descendants(), pattern)
 
     def close(self, seconds: float = 30) -> None:
         """End the engine as a user does, by the end of its input; kill what is left. 0 seconds: kill
@@ -154,9 +149,6 @@ class Engine:
         self.process.kill()
         if self.log.parent == Path(tempfile.gettempdir()):
             self.log.unlink(missing_ok=True)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close(0)
@@ -239,6 +231,16 @@ def close_engines() -> None:
 atexit.register(close_engines)
 
 
+def named(processes: list[psutil.Process], pattern: str) -> list[psutil.Process]:
+    """Those whose command line has ``pattern``."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # short-lived ones come and go
+            if re.search(pattern, " ".join(process.cmdline())):
+                found.append(process)
+    return found
+
+
 def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:
     """Whether all of them end in time; one that nobody has reaped has ended."""
 
@@ -262,9 +264,8 @@ def in_shared_memory() -> set[str]:
 
 def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     """Names that these processes map: of what was there before, and what other tests have, none."""
-    device = os.stat(
-        "/dev/shm"
-    ).st_dev  # a host's (tests/hosts.py) is another, with the same numbers
+    # A host's (tests/hosts.py) is another, with the same numbers.
+    device = os.stat("/dev/shm").st_dev
     mapped = rf"{os.major(device):02x}:{os.minor(device):02x} (\d+) +/dev/shm/"
     numbers = set()
     for process in processes:
@@ -295,6 +296,23 @@ def engine_environment() -> dict:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     } | ({"SIPIPE_TESTS_START_ANEW": "1"} if GPU.exists() else {})
+
+
+def words(options: dict) -> list[str]:
+    """An engine's options, on the command line."""
+    found = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            found += [f"--{option}", str(value)]
+    return found
+
+
+def answers(batches) -> list[list[dict]]:
+    """Token ids of each request of each batch, as an engine's results."""
+    return [[{"outputs": [{"token_ids": ids}]} for ids in batch] for batch in batches]
 
 
 def tokens(requests) -> list[list[int]]:

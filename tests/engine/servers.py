@@ -15,7 +15,7 @@ import urllib.request
 import aiohttp
 import psutil
 import pytest
-from tests.engine.engines import HERE, engine_environment, kill
+from tests.engine.engines import HERE, engine_environment, kill, named
 from tests.engine.forks import Forked
 from tests.ipc.link.conftest import free_port
 
@@ -24,7 +24,7 @@ MODEL = "tiny"
 VLLM = "vllm.entrypoints.cli.main"
 
 
-class Server:
+class Server(contextlib.AbstractContextManager):
     """``python -m MODULE serve`` with two stages, in a process group of its own; ready once it is
     made.
 
@@ -86,15 +86,12 @@ class Server:
 
     def find(self, who) -> psutil.Process:
         """One of its processes, by a part of its command line."""
-        return next(p for p in self.everybody() if who in " ".join(p.cmdline()))
+        return named(self.everybody(), who)[0]
 
     def close(self) -> None:
         kill(self.everybody())
         self.process.kill()
         self.process.wait()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -178,13 +175,17 @@ def metric(address, name) -> float:
     return float(found.group(1))
 
 
+def post(address, body, seconds=60):
+    """What answers a completion."""
+    data = json.dumps({"model": MODEL, **body}).encode()
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", data, kind)
+    return urllib.request.urlopen(request, timeout=seconds)
+
+
 def complete(address, prompt, asked):
     """The tokens of one completion, and the log-probabilities named at each, in any order."""
-    body = {"model": MODEL, "prompt": prompt, "return_tokens_as_token_ids": True, **asked}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with post(address, {"prompt": prompt, "return_tokens_as_token_ids": True, **asked}) as answer:
         said = json.load(answer)["choices"][0]["logprobs"]
     chosen = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
     return chosen, [sorted(at.values()) for at in said["top_logprobs"]]

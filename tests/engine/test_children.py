@@ -56,17 +56,17 @@ def watched():
     assert not watched.errors
 
 
-def test_one_that_dies_while_another_loads_is_named_at_once(watched):
+@pytest.mark.parametrize(
+    ("what", "error", "says"),
+    [
+        ("die", WorkerDiedError, "second died, exit code -9"),
+        ("raise", ValueError, "no such model"),
+    ],
+)
+def test_one_that_dies_or_raises_while_another_loads_is_named_at_once(watched, what, error, says):
     watched.start("first", "load")
-    watched.start("second", "die")
-    with pytest.raises(WorkerDiedError, match="second died, exit code -9"):
-        watched.wait_ready("first", "second")
-
-
-def test_what_one_raises_while_another_loads_is_raised(watched):
-    watched.start("first", "load")
-    watched.start("second", "raise")
-    with pytest.raises(ValueError, match="no such model"):
+    watched.start("second", what)
+    with pytest.raises(error, match=says):
         watched.wait_ready("first", "second")
 
 

@@ -11,6 +11,8 @@ from sipipe.engine import compatibility as compat
 from sipipe.errors import ConfigError, UnsupportedError
 
 REPLICAS = {"parallel_config__data_parallel_size": 2}
+HOSTS = {"count": 2, "address": "x"}
+IN_SHM = SimpleNamespace(mm_processor_cache_type="shm")
 
 
 def drafts(method="ngram", *, by_size=False):
@@ -74,8 +76,7 @@ def vllm_config(**changes):
         else:
             flat[name] = value
     return SimpleNamespace(
-        **{name: SimpleNamespace(**values) for name, values in parts.items()},
-        **flat,
+        **{name: SimpleNamespace(**values) for name, values in parts.items()}, **flat
     )
 
 
@@ -84,41 +85,27 @@ def vllm_config(**changes):
     [
         ({"speculative_config": drafts("eagle")}, '--speculative-config.*method "eagle"'),
         ({"speculative_config": drafts(by_size=True)}, "--speculative-config.*per_batch_size"),
-        (
-            {"speculative_config": drafts(), "model_config__has_inner_state": True},
-            "--speculative-config.*recurrent",
+        *(
+            ({"speculative_config": drafts(), name: value}, f"--speculative-config.*{reason}")
+            for name, value, reason in (
+                ("model_config__has_inner_state", True, "recurrent"),
+                ("model_config__is_encoder_decoder", True, "encoder-decoder"),
+                ("cache_config__kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+                ("kv_transfer_config", object(), "--kv-transfer-config"),
+            )
         ),
-        (
-            {"speculative_config": drafts(), "model_config__is_encoder_decoder": True},
-            "--speculative-config.*encoder-decoder",
-        ),
-        (
-            {"speculative_config": drafts(), "cache_config__kv_sharing_fast_prefill": True},
-            "--speculative-config.*--kv-sharing-fast-prefill",
-        ),
-        (
-            {"speculative_config": drafts(), "kv_transfer_config": object()},
-            "--speculative-config.*--kv-transfer-config",
-        ),
-        (
-            {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
-            "--data-parallel-size.*experts: start a server for each",
-        ),
-        (
-            {"parallel_config__data_parallel_size": 4},
-            "--data-parallel-size on several hosts.*: start a server on each",
-        ),
-        (
-            {**REPLICAS, "parallel_config__data_parallel_backend": "ray"},
-            "--data-parallel-size.*by Ray: start a server",
-        ),
-        (
-            {**REPLICAS, "parallel_config__placement_group": object()},
-            "--data-parallel-size.*by Ray: start a server",
-        ),
-        (
-            {**REPLICAS, "additional_config": {"sipipe": {"hosts": {"count": 2, "address": "x"}}}},
-            "--data-parallel-size.*: start a server on each",
+        *(
+            (REPLICAS | changes, f"--data-parallel-size.*{reason}")
+            for changes, reason in (
+                ({"model_config__is_moe": True}, "experts: start a server for each"),
+                (
+                    {"parallel_config__data_parallel_size": 4},
+                    " on several .*: start a server on each",
+                ),
+                ({"parallel_config__data_parallel_backend": "ray"}, "by Ray: start a server"),
+                ({"parallel_config__placement_group": object()}, "by Ray: start a server"),
+                ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start a server on each"),
+            )
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
@@ -129,10 +116,7 @@ def vllm_config(**changes):
         ({"load_config__load_format": "ipc_cache"}, "--load-format ipc_cache"),
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
-        (
-            {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
-            "--mm-processor-cache-type shm",
-        ),
+        ({"model_config__multimodal_config": IN_SHM}, "--mm-processor-cache-type shm"),
     ],
 )
 def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
@@ -184,15 +168,15 @@ def test_samplers_draw_for_every_kind_of_model(special):
     assert not compat.why_not_samplers(config, SiPipeConfig(cpu_sampling="on"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
-        ({"watermark_config": object()}, "--watermark-config"),
-        ({"model_config__return_sampling_mask": True}, "--return-sampling-mask"),
-        ({"model_config__is_diffusion": True}, "diffusion"),
-        ({"model_config__enable_trace_replay": True}, "--enable-trace-replay"),
-    ],
-)
+BY_KERNELS = [
+    ({"watermark_config": object()}, "--watermark-config"),
+    ({"model_config__return_sampling_mask": True}, "--return-sampling-mask"),
+    ({"model_config__is_diffusion": True}, "diffusion"),
+    ({"model_config__enable_trace_replay": True}, "--enable-trace-replay"),
+]
+
+
+@pytest.mark.parametrize(("changes", "option"), BY_KERNELS)
 def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
     with pytest.raises(UnsupportedError, match=f"{option}.*Triton") as error:
         compat.check_kernels(vllm_config(**changes))
@@ -206,11 +190,8 @@ def test_what_only_kernels_do_is_refused_without_them(request, changes, option):
     [
         ({"model_config__runner_type": "pooling"}, {}, "pooling"),
         ({"model_config__logits_processors": ["a.B"]}, {}, "--logits-processors"),
-        ({"model_config__return_sampling_mask": True}, {}, "--return-sampling-mask"),
         ({"model_config__enable_prompt_embeds": True}, {}, "--enable-prompt-embeds"),
-        ({"watermark_config": object()}, {}, "watermark"),
-        ({"model_config__is_diffusion": True}, {}, "diffusion"),
-        ({"model_config__enable_trace_replay": True}, {}, "--enable-trace-replay"),
+        *((changes, {}, option) for changes, option in BY_KERNELS),
         ({"aux_output_config__enabled": True}, {}, "routed experts"),
         ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
     ],

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+from tests.engine.test_iterations import decodes
 from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
@@ -16,20 +17,17 @@ from sipipe.messages.header import Kind
 from sipipe.messages.step import Grammar, Step, int32_bytes
 
 
-def make(published):
-    return Dispatcher(
-        SimpleNamespace(order=threading.RLock(), publish=lambda *_, **__: None),
-        Iterations(2, 99),
-        Tracker(published),
-        None,
-        SimpleNamespace(record=lambda *_, **__: None, live=SimpleNamespace(set=lambda *_: None)),
-        empty=False,
-    )
+def make(tracker, slots=1, publish=lambda *_, **__: None):
+    """A dispatcher, and its iterations."""
+    bus = SimpleNamespace(order=threading.RLock(), publish=publish)
+    gather, iterations = SimpleNamespace(expect=lambda *_: None), Iterations(slots, 99)
+    return Dispatcher(bus, iterations, tracker, gather, Mock(), empty=False), iterations
 
 
 def test_everything_of_empty_outputs_is_carried():
     published = []
-    dispatcher = make(published)
+    tracker = SimpleNamespace(advance=lambda _, output: published.append(output) or Work())
+    dispatcher, _ = make(tracker, slots=2)
     first, second, third, fourth = (SchedulerOutput.make_empty() for _ in range(4))
     first.finished_req_ids, first.preempted_req_ids = {"a"}, {"b"}
     first.new_block_ids_to_zero = [1, 2]
@@ -37,12 +35,8 @@ def test_everything_of_empty_outputs_is_carried():
     for output in (third, fourth):
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"d": 1}, 1
     third.finished_req_ids, third.new_block_ids_to_zero = {"e"}, [3]
-    assert [dispatcher.publish(o) for o in (first, second, third, fourth)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    said = [dispatcher.publish(output) for output in (first, second, third, fourth)]
+    assert said == [False, False, True, True]
     assert published == [third, fourth]
     assert third.finished_req_ids == {"a", "e"}
     assert third.preempted_req_ids == {"b"}
@@ -56,7 +50,8 @@ def test_everything_of_empty_outputs_is_carried():
 def test_each_step_of_auxiliary_outputs_is_told():
     """Routed experts: stock tells workers of a request's end in an output without tokens."""
     published = []
-    dispatcher = make(published)
+    tracker = SimpleNamespace(advance=lambda _, output: published.append(output) or Work())
+    dispatcher, _ = make(tracker, slots=2)
 
     def output(generation, over=(), tokens=0):
         made = SchedulerOutput.make_empty()
@@ -83,18 +78,14 @@ class Held:
     """A dispatcher of one slot; the bitmasks that it sent, and what else, in order."""
 
     def __init__(self):
-        self.sent, self.masks, self.iterations = [], [], Iterations(1, 99)
-        self.bus = SimpleNamespace(
-            order=threading.RLock(),
-            publish=lambda kind, number, *_, **__: self.sent.append((kind, number)),
-        )
+        self.sent, self.masks, self.turn = [], [], 0
         work = Work(step=Step(0, grammar=True), samplers=(0,))
         tracker = SimpleNamespace(advance=lambda *_: work, grammar=self._grammar)
-        gather = SimpleNamespace(expect=lambda *_: None)
-        self.dispatcher = Dispatcher(
-            self.bus, self.iterations, tracker, gather, Mock(), empty=False
-        )
-        self.turn = 0
+        self.dispatcher, self.iterations = make(tracker, publish=self._publish)
+        self.order = self.dispatcher._bus.order
+
+    def _publish(self, kind, number, *_, **__):
+        self.sent.append((kind, number))
 
     def _grammar(self, number, output):
         self.masks.append(output.grammar_bitmask.tolist())
@@ -122,16 +113,10 @@ def test_a_planned_iteration_is_published_with_its_tokens_alone():
         output.scheduled_cached_reqs.new_token_ids = [[7], [8]]
         return work
 
-    bus = SimpleNamespace(order=threading.RLock(), publish=lambda *told, **__: sent.append(told))
-    gather = SimpleNamespace(expect=lambda *_: None)
-    iterations = Iterations(1, 99)
     tracker = SimpleNamespace(advance=advance)
-    dispatcher = Dispatcher(bus, iterations, tracker, gather, Mock(), empty=False)
+    dispatcher, iterations = make(tracker, publish=lambda *told, **__: sent.append(told))
     for turn in range(2):
-        output = SchedulerOutput.make_empty()
-        output.scheduled_cached_reqs.req_ids = ["a", "b"]
-        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"a": 1, "b": 1}, 2
-        iterations.scheduled(output, 0, turn, 0, 0)
+        iterations.scheduled(output := decodes("a", "b"), 0, turn, 0, 0)
         assert dispatcher.publish(output)
     assert [told[:2] for told in sent] == [(Kind.SCHEDULE, 0), (Kind.PLAN, 1)]
     early = pickle.loads(sent[1][2][1], buffers=sent[1][2][2:])
@@ -155,16 +140,10 @@ def test_tokens_that_come_while_a_plan_is_published_are_not_left_lying():
             other.start()
             other.join()
 
-    bus = SimpleNamespace(order=threading.RLock(), publish=publish)
-    gather = SimpleNamespace(expect=lambda *_: None)
-    iterations = Iterations(1, 99)
     tracker = SimpleNamespace(advance=lambda *_: work)
-    dispatcher = Dispatcher(bus, iterations, tracker, gather, Mock(), empty=False)
+    dispatcher, iterations = make(tracker, publish=publish)
     for turn in range(2):
-        output = SchedulerOutput.make_empty()
-        output.scheduled_cached_reqs.req_ids = ["a"]
-        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"a": 1}, 1
-        iterations.scheduled(output, 0, turn, 0, 0)
+        iterations.scheduled(output := decodes("a"), 0, turn, 0, 0)
         assert dispatcher.publish(output)
     assert sent == [(Kind.SCHEDULE, 0), (Kind.PLAN, 1), (Kind.SCHEDULE, 1)]
 
@@ -204,7 +183,7 @@ def test_who_brings_tokens_leaves_prompts_and_a_lock_to_the_engines_thread():
     taken, leave = threading.Event(), threading.Event()
 
     def replace_a_sampler():
-        with held.bus.order:
+        with held.order:
             taken.set()
             leave.wait(30)
 
@@ -229,15 +208,3 @@ def test_a_call_comes_behind_all_that_is_scheduled():
     held.draw(0)
     calling.join(30)
     assert held.sent == FIRST + SECOND
-
-
-class Tracker:
-    def __init__(self, published):
-        self._published = published
-
-    def advance(self, number, output):
-        self._published.append(output)
-        return Work()
-
-    def __len__(self):
-        return 0

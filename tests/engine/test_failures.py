@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -184,9 +183,7 @@ def test_a_killed_worker_ends_the_engine_with_its_name(engine):
 @pytest.mark.parametrize("who", ["front end", pytest.param("both", marks=pytest.mark.slow)])
 def test_an_engine_killed_while_it_starts_leaves_nothing(models, who):
     with Engine(model(models), sipipe={"samplers": 2}, **TWO_STAGES) as engine:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and len(engine.find("Worker_PP")) < 2:
-            time.sleep(0.05)
+        wait_until(lambda: len(engine.find("Worker_PP")) >= 2, 120)
         everybody, core = engine.descendants(), engine.find("EngineCore")
         assert core, everybody
         mapped = in_shared_memory_of(everybody)  # perhaps none

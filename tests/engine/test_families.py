@@ -5,22 +5,13 @@ Two uneven stages or more with a small KV cache: requests share blocks and are p
 
 import os
 import random
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 import pytest
 from tests.engine import tiny_models
-from tests.engine.engines import (
-    Engine,
-    assert_stock,
-    model,
-    prompts,
-    run_engine,
-    same_tokens,
-    shared,
-    tokens,
-)
-from tests.engine.test_features import PENALTIES, SCHEMA, same_logprobs
+from tests.engine.engines import Engine, assert_stock, model, prompts, run_engine, shared, tokens
+from tests.engine.test_features import PENALTIES, SCHEMA, same_answers
 
 pytestmark = pytest.mark.engine
 
@@ -136,16 +127,6 @@ def batches_of(family: Family) -> list[dict]:
     return [{"prompts": p, "params": q} for p, q in every]
 
 
-def same(found, stock):
-    same_tokens(found, stock)
-    for ours, theirs in zip(*(chain(*side) for side in (found, stock)), strict=True):
-        a, b = ours["outputs"][0], theirs["outputs"][0]
-        for what in ("text", "finish_reason", "stop_reason"):
-            assert a[what] == b[what]
-        same_logprobs(a["logprobs"], b["logprobs"])
-        same_logprobs(ours["prompt_logprobs"], theirs["prompt_logprobs"])
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_family_equals_stock(models, name):
@@ -154,7 +135,7 @@ def test_a_family_equals_stock(models, name):
         tiny_models.make_causal(path, family.kind, family.vocabulary, **family.shape)
     batches = batches_of(family)
     found = run_engine(path, batches, **shared(len(family.layers), layers=family.layers) | SMALL)
-    assert_stock(found, path, batches, same)
+    assert_stock(found, path, batches, same_answers)
 
 
 @pytest.mark.slow
@@ -166,11 +147,11 @@ def test_seeds_draw_the_same_after_a_restart_and_with_any_stages(models):
         "params": [asked | {"seed": 2**i} for i in range(24)],
     }
     said = []
-    for stages in (2, 2, 1, 4):
+    for stages in (2, 1, 4):
         with Engine(path, **shared(stages) | SMALL) as engine:
             said.append(tokens(*engine.run([batch])))
     assert len({tuple(ids) for ids in said[0]}) == 24
-    assert said == said[:1] * 4
+    assert said == said[:1] * 3
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from sipipe.cores import Core, plan_cores
 from sipipe.engine import forking, server
 from sipipe.ipc.parent import STARTER
 
+SHORTLY = {"GOMP_SPINCOUNT": "10000"}
 LIBGOMP = "/torch/lib/libgomp.so.1"
 
 
@@ -28,12 +29,7 @@ def plan(cores, stages, tp=1, **more):
     [
         (2, 2, 1, {"OMP_NUM_THREADS": "1"}),
         (2, 1, 2, {"OMP_NUM_THREADS": "1"}),
-        (
-            4,
-            1,
-            1,
-            {"OMP_NUM_THREADS": "3", "GOMP_CPU_AFFINITY": "0 1 2", "GOMP_SPINCOUNT": "10000"},
-        ),
+        (4, 1, 1, {"OMP_NUM_THREADS": "3", "GOMP_CPU_AFFINITY": "0 1 2"} | SHORTLY),
         (16, 1, 1, {"OMP_NUM_THREADS": "13", "GOMP_CPU_AFFINITY": " ".join(map(str, range(13)))}),
         (16, 2, 1, {}),  # each has cores of its own
     ],
@@ -77,13 +73,13 @@ MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
     [
         (None, ONE, False),
         (ONE, ONE | {"LD_PRELOAD": f"x.so:{LIBGOMP}", "GOMP_CPU_AFFINITY": "5"}, True),
-        (ONE, ONE | {"GOMP_SPINCOUNT": "10000", "OTHER": "1"}, True),
+        (ONE, ONE | SHORTLY | {"OTHER": "1"}, True),
         (ONE, ONE | {"LD_PRELOAD": f"x.so:tcmalloc.so:{LIBGOMP}"}, False),
         (ONE, MORE | {"LD_PRELOAD": "x.so"}, False),
         (ONE, {"LD_PRELOAD": "x.so"}, False),  # not bound
         (MORE, MORE | {"LD_PRELOAD": LIBGOMP}, True),
         (MORE, MORE | {"GOMP_CPU_AFFINITY": "1 2"}, False),
-        (MORE, MORE | {"GOMP_SPINCOUNT": "10000"}, False),
+        (MORE, MORE | SHORTLY, False),
         (MORE, MORE | {"OMP_WAIT_POLICY": "active"}, False),
     ],
 )

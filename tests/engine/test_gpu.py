@@ -4,6 +4,7 @@ docs/gpu.md says what ran on one. :func:`compare` also runs without one.
 """
 
 import os
+from itertools import chain
 
 import pytest
 from tests.engine import test_parity as parity
@@ -40,6 +41,7 @@ def on_gpu(test):
 ONE_GPU = {"devices": [0, 0]}
 WAITS_ARE_ERRORS = {"VLLM_GPU_SYNC_CHECK": "error"}
 """vLLM's and torch's check makes an error of every wait of a launching thread."""
+CHECKED = {"sipipe": ONE_GPU, "env": WAITS_ARE_ERRORS}
 
 
 def batches():
@@ -77,28 +79,16 @@ def compare(path, drawing, batches, *, options=None, **how):
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("drawing", ["on", "off", "per_row", "auto"])
 def test_no_step_waits_for_the_device(models, drawing, eager):
-    compare(
-        model(models),
-        drawing,
-        batches(),
-        sipipe=ONE_GPU,
-        env=WAITS_ARE_ERRORS,
-        options={"enforce_eager": eager},
-    )
+    options = {"enforce_eager": eager}
+    compare(model(models), drawing, batches(), **CHECKED, options=options)
 
 
 @on_gpu
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_a_shared_output_projection_equals_stock(models, eager):
     """The other stage's part has a thread and a stream of its own."""
-    compare(
-        model(models),
-        "on",
-        batches(),
-        sipipe=ONE_GPU | {"vocabulary": "shared"},
-        env=WAITS_ARE_ERRORS,
-        options={"enforce_eager": eager},
-    )
+    shared = CHECKED | {"sipipe": ONE_GPU | {"vocabulary": "shared"}}
+    compare(model(models), "on", batches(), **shared, options={"enforce_eager": eager})
 
 
 @on_gpu
@@ -121,11 +111,8 @@ def test_families_are_as_near_to_stock_as_stock_in_other_batches(models, family)
     smaller = run_stock(path, batches(), **LITTLE, **options, max_num_seqs=12)
 
     def others(one):
-        return sum(
-            a != b
-            for x, y in zip(one, stock, strict=True)
-            for a, b in zip(tokens(x), tokens(y), strict=True)
-        )
+        both = zip(chain(*map(tokens, one)), chain(*map(tokens, stock)), strict=True)
+        return sum(a != b for a, b in both)
 
     assert others(found) <= others(smaller)
 
@@ -139,13 +126,8 @@ def test_hidden_states_by_way_of_host_memory_equal_stock(models):
 @pytest.mark.slow
 def test_what_is_to_run_on_a_gpu_runs(models):
     """With twins of the sampler's kernels, on a platform that checks no waits."""
-    compare(
-        model(models),
-        "per_row",
-        batches(),
-        env=DRAWS | WAITS_ARE_ERRORS,
-        worker=TWINS["worker_extension_cls"],
-    )
+    env, worker = DRAWS | WAITS_ARE_ERRORS, TWINS["worker_extension_cls"]
+    compare(model(models), "per_row", batches(), env=env, worker=worker)
 
 
 def test_waits_are_errors_in_what_an_engine_imports(tmp_path):

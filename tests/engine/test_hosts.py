@@ -7,7 +7,6 @@ there, and bounded here by what a busy machine needs.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -21,16 +20,20 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.engine.engines import (
+    DEFAULTS,
     HERE,
     Engine,
+    answers,
     assert_stock,
     engine_environment,
     greedy,
     model,
+    named,
     prompts,
     run_engine,
     same_tokens,
     shared,
+    words,
 )
 from tests.engine.forks import Forked
 from tests.engine.servers import wait_until
@@ -50,24 +53,8 @@ SECRET = "a secret of the tests"
 START = 300.0  # seconds; two engines' worth of imports on a busy machine
 NOTICED = 20.0
 PORT = 29700
-SETTINGS = {
-    "dtype": "float32",
-    "max_model_len": 1024,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 128,
-    "enable_prefix_caching": False,
-    "num_gpu_blocks_override": 256,
-    "enforce_eager": True,
-}
-OPTIONS = [
-    word
-    for name, value in SETTINGS.items()
-    for word in (
-        [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
-        if isinstance(value, bool)
-        else [f"--{name.replace('_', '-')}", str(value)]
-    )
-]
+SETTINGS = DEFAULTS | {"max_model_len": 1024}
+OPTIONS = words(SETTINGS)
 SERVED = ["--port", "8000", "--host", "127.0.0.1", "--served-model-name", "m"]
 SERVED += ["--cores", "off", "--samplers", "2"]
 
@@ -182,8 +169,7 @@ class Served:
     def run(self, batches) -> list:
         asked = self.directory / "asked.json"
         asked.write_text(json.dumps(batches))
-        said = self.client(CLIENT, str(asked)).splitlines()
-        return [[{"outputs": [{"token_ids": t}]} for t in json.loads(line)] for line in said]
+        return answers(map(json.loads, self.client(CLIENT, str(asked)).splitlines()))
 
     def client(self, code, *arguments) -> str:
         """What a client on the main host prints."""
@@ -196,9 +182,6 @@ class Served:
         """What `sipipe serve` started on a host: the front end or the agent."""
         return self.process(node, "sipipe.engine.server")
 
-    def agent(self) -> psutil.Process:
-        return self.command(1)
-
     def process(self, node, title) -> psutil.Process:
         """One of a host's processes, by a part of its command line."""
         found = self.find(node, title)
@@ -206,12 +189,7 @@ class Served:
         return found[0]
 
     def find(self, node, title) -> list[psutil.Process]:
-        found = []
-        for process in self.cluster.hosts[node].processes():
-            with contextlib.suppress(psutil.Error):
-                if title in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        return named(self.cluster.hosts[node].processes(), title)
 
     def end(self) -> None:
         """End the engine as Ctrl-C on the main host does."""
@@ -483,7 +461,21 @@ def test_a_lost_link_of_an_idle_engine_is_known_to_its_health(serve):
     served.ended()
 
 
-LOSSES = ["cable", "half open", "agent killed", "agent stopped", "worker killed"]
+HOST = "host 1 (10.77.18.2, stage 1) died or cannot be reached"
+MAIN = f"the main host (10.77.18.1:{PORT}) died or cannot be reached"
+LOSSES = {
+    "cable": (lambda served: served.cluster.hosts[0].cable("down"), {0: HOST, 1: MAIN}),
+    "half open": (lambda served: served.cluster.hosts[1].mute(True), {0: HOST, 1: MAIN}),
+    "agent killed": (
+        lambda served: served.command(1).kill(),
+        {0: HOST, 1: "the server was killed (SIGKILL)"},
+    ),
+    "agent stopped": (lambda served: served.command(1).suspend(), {0: HOST}),
+    "worker killed": (
+        lambda served: served.process(1, "Worker_PP").kill(),
+        {0: "on host 1 died", 1: "the engine ended: stage worker stage1.0"},
+    ),
+}
 
 
 @pytest.mark.slow
@@ -492,29 +484,14 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
     served = serve("-pp", "2")
     served.wait_served()
     began = time.monotonic()
-    lost = "died or cannot be reached"
-    host, main = f"host 1 (10.77.18.2, stage 1) {lost}", f"the main host (10.77.18.1:{PORT}) {lost}"
-    if loss == "cable":
-        served.cluster.hosts[0].cable("down")
-        says = {0: host, 1: main}
-    elif loss == "half open":
-        served.cluster.hosts[1].mute(True)
-        says = {0: host, 1: main}
-    elif loss == "agent killed":
-        served.agent().kill()
-        says = {0: host, 1: "the server was killed (SIGKILL)"}
-    elif loss == "agent stopped":
-        served.agent().suspend()
-        says = {0: host}
-    else:
-        served.process(1, "Worker_PP").kill()
-        says = {0: "on host 1 died", 1: "the engine ended: stage worker stage1.0"}
+    lose, says = LOSSES[loss]
+    lose(served)
     served.hears(loss, says, began=began)
     if loss == "agent stopped":
         served.ended(0)
-        served.agent().resume()
+        served.command(1).resume()
         served.hosts[1].send_signal(signal.SIGCONT)
-        served.hears("continued", {1: main})
+        served.hears("continued", {1: MAIN})
     served.ended()
     print(f"{loss}: nothing left after {time.monotonic() - began:.1f} s")
 
@@ -523,10 +500,8 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
 def test_a_worker_that_is_killed_while_it_loads_ends_both_hosts(serve):
     served = serve("-pp", "2")
     served.wait_for(1, "OpenMP thread binding info")  # said just before workers start
-    deadline = time.monotonic() + START
-    while not (found := served.find(1, "sipipe.worker")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    found[0].kill()
+    wait_until(lambda: served.find(1, "sipipe.worker"), START)
+    served.process(1, "sipipe.worker").kill()
     said = "ended while starting"
     served.hears("killed while it loads", {0: f"on host 1 {said}", 1: f"on host 1 {said}"})
     assert "the engine ended: stage worker stage1.0" in served.log(1)

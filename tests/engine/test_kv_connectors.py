@@ -3,15 +3,7 @@
 from functools import cache
 
 import pytest
-from tests.engine.engines import (
-    Engine,
-    assert_stock,
-    greedy,
-    model,
-    prompts,
-    shared,
-    tokens,
-)
+from tests.engine.engines import Engine, assert_stock, greedy, model, prompts, shared, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -20,17 +12,11 @@ WHOLE = {"microbatches": {"prefill_spread": 1}}
 """vLLM's example of a connector stores a prompt's first chunk for the whole of it."""
 
 
-def stored_in(directory, **more):
+def stored_in(directory, role="kv_both"):
     """On shared storage, which outlives an engine: files of each layer."""
-    extra = {"shared_storage_path": str(directory)}
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-            **more,
-        }
-    }
+    connector = {"kv_connector": "ExampleConnector", "kv_role": role}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(directory)}
+    return {"kv_transfer_config": connector}
 
 
 def asked(count=6):
@@ -38,19 +24,19 @@ def asked(count=6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 1])
-def test_a_cache_outlives_its_engine(models, tmp_path, stages):
+def test_a_cache_outlives_its_engine(models, tmp_path):
     """What an engine of two stages has stored is loaded by another, of as many stages or one."""
     path, batches = model(models), asked()
     settings = PAGES | stored_in(tmp_path)
     with Engine(path, **shared(2, **WHOLE), **settings) as engine:
         assert_stock(engine.run(batches), path, batches)
         assert not engine.log.read_text().count("Inject KV cache")
-    with Engine(path, **shared(stages, **WHOLE), **settings) as engine:
-        said = engine.run(batches)
-        assert "Inject KV cache" in engine.log.read_text()
-    assert_stock(said, path, batches)
-    assert any(request["cached"] for request in said[0])
+    for stages in (2, 1):
+        with Engine(path, **shared(stages, **WHOLE), **settings) as engine:
+            said = engine.run(batches)
+            assert "Inject KV cache" in engine.log.read_text()
+        assert_stock(said, path, batches)
+        assert any(request["cached"] for request in said[0])
 
 
 def on_shelf(directory, *, policy="fail", **extra):
@@ -146,8 +132,7 @@ def test_several_connectors_and_aborts(models, tmp_path):
     }
     batch = {"prompts": prompts(24, longest=250, seed=23), "params": greedy(24, longest=12)}
     aborted = batch | {"aborts": [1 + i // 3 if i % 2 else -1 for i in range(24)]}
-    small = {"block_size": 32, "num_gpu_blocks_override": 60}
-    with Engine(path, **shared(2), **small, kv_transfer_config=both) as engine:
+    with Engine(path, **shared(2), **FEW, kv_transfer_config=both) as engine:
         [whole] = engine.run([batch])
         [left] = engine.run([aborted])
         [again] = engine.run([batch])

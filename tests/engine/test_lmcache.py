@@ -11,10 +11,10 @@ import subprocess
 import sys
 
 import pytest
-from tests.engine.engines import Engine, assert_stock, model, shared
+from tests.engine.engines import Engine, assert_stock, model, shared, words
 from tests.engine.servers import Server, metric, wait_until
 from tests.engine.test_kv_connectors import PAGES, asked
-from tests.engine.test_prefill import ask_all, ids
+from tests.engine.test_prefill import EXACT, ask_all, ids
 from tests.ipc.link.conftest import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -28,24 +28,12 @@ CHUNK = 32
 def keeper(tmp_path):
     """The port of a server of LMCache's."""
     port, log = free_port(), tmp_path / "lmcache.log"
-    words = [
-        "--port",
-        port,
-        "--chunk-size",
-        CHUNK,
-        "--l1-size-gb",
-        0.25,
-        "--eviction-policy",
-        "LRU",
-    ]
-    words += ["--supported-transfer-mode", "auto", "--shm-name", f"sipipe-test-{port}"]
-    words += ["--disable-observability"]
+    options = {"port": port, "chunk_size": CHUNK, "l1_size_gb": 0.25, "eviction_policy": "LRU"}
+    options |= {"supported_transfer_mode": "auto", "shm_name": f"sipipe-test-{port}"}
+    options |= {"disable_observability": True}
+    command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *words(options)]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache.v1.multiprocess.server", *map(str, words)],
-            stdout=out,
-            stderr=out,
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=out)
 
     def listens():
         assert process.poll() is None, log.read_text()[-2000:]
@@ -71,12 +59,9 @@ def test_what_stages_stored_is_loaded_by_the_next_engine(models, tmp_path, keepe
         said = engine.run(batches)
     assert_stock(said, path, batches)
     assert not any(request["cached"] for request in said[0])
-    options = ["--kv-transfer-config", json.dumps(connector), "--dtype", "float32"]
-    options += ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "256"]
-    for name, value in PAGES.items():
-        options += [f"--{name.replace('_', '-')}", f"{value}"]
-    with Server(path, tmp_path / "log", *options) as server:
-        assert_stock([ids(ask_all(server.address, batches[0]))], path, batches)
+    options = {"kv_transfer_config": json.dumps(connector), "max_model_len": 256, **PAGES, **EXACT}
+    with Server(path, tmp_path / "log", *words(options)) as server:
+        assert_stock(ids(ask_all(server.address, batches[0])), path, batches)
         found = metric(server.address, "vllm:external_prefix_cache_hits_total")
     lengths = [len(prompt) - 1 for prompt in batches[0]["prompts"]]
     assert found == sum(n // CHUNK * CHUNK for n in lengths) > 0

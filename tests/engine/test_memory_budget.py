@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -58,14 +59,14 @@ def setup_of(*, stages=3, samplers=2, device="cpu") -> Setup:
     )
 
 
-def mapped() -> dict[str, int]:
-    """Bytes of each memory file that this process maps, by inode; a file mapped twice counts once."""
-    sizes: dict[str, int] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, _, _, inode, *name = line.split(maxsplit=5)
-        if name and name[0].startswith("/memfd:sipipe"):
-            first, last = (int(address, 16) for address in span.split("-"))
-            sizes[inode] = max(sizes.get(inode, 0), last - first)
+def mapped(pid: int | str = "self") -> dict[tuple[str, str], int]:
+    """Bytes of each memory file that a process maps, by name and inode; one mapped twice counts once."""
+    sizes: dict[tuple[str, str], int] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if found := re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+) +/memfd:(sipipe\S*)", line):
+            first, last, inode, name = found.groups()
+            size = int(last, 16) - int(first, 16)
+            sizes[name, inode] = max(sizes.get((name, inode), 0), size)
     return sizes
 
 
@@ -74,7 +75,7 @@ def opened(make) -> tuple[object, int]:
     before = mapped()
     made = make()
     after = mapped()
-    return made, sum(size for inode, size in after.items() if inode not in before)
+    return made, sum(size for file, size in after.items() if file not in before)
 
 
 def test_the_budget_is_what_the_channels_map():
@@ -138,24 +139,11 @@ def test_channels_fit_beside_a_dev_shm_that_is_too_small():
     unshare = shutil.which("unshare")
     if unshare is None or os.geteuid() != 0:
         pytest.skip("only root mounts a /dev/shm of its own")
-    mount = "mount -t tmpfs -o size=1m none /dev/shm"
-    if subprocess.run([unshare, "-m", "sh", "-c", mount], check=False).returncode:
+    shell, mount = [unshare, "-m", "sh", "-c"], "mount -t tmpfs -o size=1m none /dev/shm"
+    if subprocess.run([*shell, mount], check=False).returncode:
         pytest.skip("mount namespaces are not allowed here")
-    done = subprocess.run(
-        [
-            unshare,
-            "-m",
-            "sh",
-            "-c",
-            f'{mount} && exec "$0" -c "$1"',
-            sys.executable,
-            IN_A_CONTAINER,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [*shell, f'{mount} && exec "$0" -c "$1"', sys.executable, IN_A_CONTAINER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "fits\n", done.stderr
 
 

@@ -6,7 +6,6 @@ the layers' and the projection's kernels may take a row in another block.
 """
 
 import pytest
-from tests.engine import tiny_models
 from tests.engine.engines import (
     SHARED_OUT,
     assert_stock,
@@ -17,6 +16,7 @@ from tests.engine.engines import (
     same_tokens,
     shared,
 )
+from tests.engine.test_second_runner import checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -50,13 +50,6 @@ def assert_same(found, expected):
         assert at == pytest.approx(other, abs=1e-4)
 
 
-def tied(models, family):
-    path = models / family
-    if not path.exists():
-        getattr(tiny_models, f"make_{family}")(path)
-    return path
-
-
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_degrees_give_the_unshared_logits(models, pp, tp):
     path = model(models)
@@ -66,7 +59,7 @@ def test_degrees_give_the_unshared_logits(models, pp, tp):
 @pytest.mark.parametrize(("family", "tp"), [("granite", 1), ("granite", 2), ("gemma2", 1)])
 def test_a_tied_embedding_scaled_or_capped_gives_the_unshared_logits(models, family, tp):
     """The last stage's copy of the embedding is shared out, and the tokens are stock vLLM's."""
-    path = tied(models, family)
+    path = checkpoint(models, family)
     found = run(path, 2, tp, "shared")
     assert_same(found, run(path, 2, tp, "last"))
     every = [value for said in found for at in logits(said) for value in at]
@@ -77,7 +70,7 @@ def test_a_tied_embedding_scaled_or_capped_gives_the_unshared_logits(models, fam
 
 def test_logits_that_vllm_gathers_stay_on_the_last_stage(models):
     """Gemma 2 has no head but its embedding, of which ranks do not keep their columns apart."""
-    path = tied(models, "gemma2")
+    path = checkpoint(models, "gemma2")
     settings = shared(2, 2) | RAW
     found = run_engine(path, [*ALONE, TOGETHER], **settings)
     why = "vLLM gathers the model's logits over its tensor-parallel ranks"

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import aiohttp
 import psutil
 import pytest
 from tests.engine.engines import (
+    answers,
     assert_stock,
     gone,
     greedy,
@@ -25,9 +26,10 @@ from tests.engine.engines import (
     model,
     prompts,
     tokens,
+    words,
 )
-from tests.engine.servers import MODEL, VLLM, Server, health, metric, wait_until
-from tests.engine.test_kv_connectors import PAGES, asked, on_shelf
+from tests.engine.servers import MODEL, VLLM, Server, health, metric, post, wait_until
+from tests.engine.test_kv_connectors import PAGES, asked, on_shelf, stored_in
 from tests.ipc.link.conftest import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -36,25 +38,24 @@ ROUTER = Path(__file__).parents[2] / "deploy" / "prefill_router.py"
 HIT = "Inject KV cache"
 
 
+EXACT = {"enforce_eager": True, "dtype": "float32", "enable_prefix_caching": False}
+
+
 def stored_by(role, directory):
-    connector = {"kv_connector": "ExampleConnector", "kv_role": role}
-    connector["kv_connector_extra_config"] = {"shared_storage_path": str(directory)}
     # It stores a prompt's first chunk for the whole of it.
-    return ["--no-enable-chunked-prefill", *moved_by(connector)]
+    return ["--no-enable-chunked-prefill", *moved_by(stored_in(directory, role))]
 
 
 def moved_by(connector):
-    options = ["--kv-transfer-config", json.dumps(connector)]
-    options += ["--additional-config", json.dumps({"sipipe": {"cores": "off"}})]
-    for name, value in {"max_model_len": 256, **PAGES}.items():
-        options += [f"--{name.replace('_', '-')}", str(value)]
-    return [*options, "--enforce-eager", "--dtype", "float32", "--no-enable-prefix-caching"]
+    settings = {"additional_config": {"sipipe": {"cores": "off"}}, **connector}
+    as_json = {name: json.dumps(value) for name, value in settings.items()}
+    return words({**as_json, "max_model_len": 256, **PAGES, **EXACT})
 
 
 start = partial(Server, forked=True)
 
 
-class Router:
+class Router(AbstractContextManager):
     def __init__(self, log, prefill, *decode):
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
@@ -66,9 +67,6 @@ class Router:
             )
         wait_until(lambda: health(self.address) == 200)
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
@@ -76,12 +74,9 @@ class Router:
 
 def ask(address, prompt, params):
     """The status, and what was said."""
-    body = {"model": MODEL, "prompt": prompt, "return_token_ids": True, **params}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    body = {"prompt": prompt, "return_token_ids": True, **params}
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with post(address, body, 120) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -93,9 +88,9 @@ def ask_all(address, batch):
         return list(pool.map(partial(ask, address), batch["prompts"], batch["params"]))
 
 
-def ids(answers):
-    assert {status for status, _ in answers} == {200}, answers
-    return [{"outputs": [{"token_ids": said["choices"][0]["token_ids"]}]} for _, said in answers]
+def ids(told):
+    assert {status for status, _ in told} == {200}, told
+    return answers([[said["choices"][0]["token_ids"] for _, said in told]])
 
 
 def hits(server):
@@ -116,16 +111,16 @@ def test_prompts_in_two_stages_tokens_elsewhere(models, tmp_path):
             start(path, tmp_path / "one.log", *takes, "-pp", "1") as one,
             Router(tmp_path / "router.log", prefill, two, one) as router,
         ):
-            assert_stock([ids(ask_all(router.address, batches[0]))], path, batches)
+            assert_stock(ids(ask_all(router.address, batches[0])), path, batches)
             assert not hits(prefill)
             assert hits(two) + hits(one)
             for decode in (two, one):
-                assert_stock([ids(ask_all(decode.address, batches[0]))], path, batches)
+                assert_stock(ids(ask_all(decode.address, batches[0])), path, batches)
                 assert hits(decode)
             check_loss(router, prefill, batches[0])
             assert health(two.address) == health(one.address) == 200
         with start(path, tmp_path / "again.log", *takes, "-pp", "1") as again:
-            assert_stock([ids(ask_all(again.address, batches[0]))], path, batches)
+            assert_stock(ids(ask_all(again.address, batches[0])), path, batches)
             assert hits(again)
 
 
@@ -215,7 +210,7 @@ def test_a_decoder_ends_and_comes_back_while_storage_is_slow(models, tmp_path):
     store, scratch = tmp_path / "store", tmp_path / "scratch"
     store.mkdir()
     scratch.mkdir()
-    slow = on_shelf(store, policy="recompute", slow=0.1)["kv_transfer_config"]
+    slow = on_shelf(store, policy="recompute", slow=0.1)
 
     def started(log, *more, port=None):
         words = [*moved_by(slow), *more]

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from tests.engine.engines import assert_stock, engine_environment, model
+from tests.engine.engines import answers, assert_stock, engine_environment, model, named
 from tests.engine.test_hosts import NOTICED, OPTIONS, SERVED, SETTINGS, START, Served
 from tests.engine.test_parity import mixed_batches
 
@@ -170,11 +170,7 @@ def test_an_engine_in_python_is_placed_by_its_group(cluster, ray, models, tmp_pa
     said = log.read_text()
     line = next((it for it in said.splitlines() if it.startswith("SAID")), None)
     assert line, said[-5000:]
-    found = [
-        [{"outputs": [{"token_ids": t}]} for t in batch]
-        for batch in json.loads(line.removeprefix("SAID"))
-    ]
-    assert_stock(found, model(models), mixed_batches())
+    assert_stock(answers(json.loads(line.removeprefix("SAID"))), model(models), mixed_batches())
     assert "host 1 of 2: stage 1 and the samplers" in said
     for host, its in zip(cluster.hosts, ray, strict=True):
         assert not left_beside(its, host, NOTICED)
@@ -248,11 +244,7 @@ def test_ray_serve_deploys_an_engine_and_replaces_it(cluster, ray, models, tmp_p
         said, _ = client.communicate(timeout=START)
         if client.returncode:
             return False
-        found = [
-            [{"outputs": [{"token_ids": t}]} for t in json.loads(line)]
-            for line in said.splitlines()
-        ]
-        assert_stock(found, path, mixed_batches())
+        assert_stock(answers(map(json.loads, said.splitlines())), path, mixed_batches())
         return True
 
     def wait_for(what) -> None:
@@ -269,7 +261,7 @@ def test_ray_serve_deploys_an_engine_and_replaces_it(cluster, ray, models, tmp_p
         )  # fmt: skip
     wait_for(lambda: "SERVED" in log.read_text())
     assert answered()
-    worker = next(p for p in cluster.hosts[1].processes() if "Worker_PP1" in " ".join(p.cmdline()))
+    worker = named(cluster.hosts[1].processes(), "Worker_PP1")[0]
     worker.kill()
     worker.wait(NOTICED)
     wait_for(answered)  # by another engine, which Serve has made

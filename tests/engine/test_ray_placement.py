@@ -217,13 +217,8 @@ cluster.shutdown()
 )
 def test_gpus_are_counted_as_this_process_sees_them(monkeypatch, shown, given, counted):
     """Ray has the machine's numbers, which "devices" does not."""
-    monkeypatch.setattr(
-        ray_placement,
-        "current_platform",
-        SimpleNamespace(
-            device_control_env_var="SHOWN", device_control_id_to_physical_device_id=int
-        ),
-    )
+    gpus = {"device_control_env_var": "SHOWN", "device_control_id_to_physical_device_id": int}
+    monkeypatch.setattr(ray_placement, "current_platform", SimpleNamespace(**gpus))
     monkeypatch.delenv("SHOWN", raising=False)
     if shown is not None:
         monkeypatch.setenv("SHOWN", shown)

@@ -8,23 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.engine import servers
-from tests.engine.engines import assert_stock, gone, model
+from tests.engine.engines import answers, assert_stock, gone, model, words
 from tests.engine.servers import VLLM, Server, health, wait_until
 from tests.engine.test_kv_connectors import asked, on_shelf
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True}
+OPTIONS |= {"enable_prefix_caching": False, "data_parallel_size": 2}
 
 
 def replicas(path, log, *more, **options):
-    words = [
-        word
-        for name, value in OPTIONS.items()
-        for word in (f"--{name.replace('_', '-')}", f"{value}")
-    ]
-    words += ["--enforce-eager", "--no-enable-prefix-caching", "--data-parallel-size", "2", *more]
-    return Server(path, log, *words, **options)
+    return Server(path, log, *words(OPTIONS), *more, **options)
 
 
 def tokens(server, batch):
@@ -34,17 +29,12 @@ def tokens(server, batch):
         return servers.complete(server.address, prompt, {**params, "logprobs": 1})[0]
 
     with ThreadPoolExecutor(16) as clients:
-        return [
-            {"outputs": [{"token_ids": said}]}
-            for said in clients.map(ask, batch["prompts"], batch["params"])
-        ]
+        return answers([clients.map(ask, batch["prompts"], batch["params"])])
 
 
 def said(server, asked):
     """The texts of a completion."""
-    body, kind = json.dumps({"model": servers.MODEL, **asked}), {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.address}/v1/completions", body.encode(), kind)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with servers.post(server.address, asked) as answer:
         return [choice["text"] for choice in json.load(answer)["choices"]]
 
 
@@ -70,7 +60,7 @@ def test_replicas_of_two_stages_equal_stock_and_end_together(models, tmp_path, d
         options = {"module": VLLM, "forked": True}
     with replicas(path, tmp_path / "log", *more, **options) as server:
         everybody = server.everybody()
-        assert_stock([tokens(server, batches[0])], path, batches)
+        assert_stock(tokens(server, batches[0]), path, batches)
         asked_for = sum(params["max_tokens"] for params in batches[0]["params"])
         # Where several API servers answer, engines write their figures once a second.
         wait_until(lambda: sum(figures(server, "sipipe_tokens_total").values()) == asked_for)
@@ -79,8 +69,8 @@ def test_replicas_of_two_stages_equal_stock_and_end_together(models, tmp_path, d
         assert all(drawn.values())
         # Its two answers come from both replicas: the same arrival of each.
         pair = {"prompt": [5, 6, 7], "n": 2, "max_tokens": 16, "temperature": 1, "ignore_eos": True}
-        for answers in (said(server, pair) for _ in range(3)):
-            assert answers[0] != answers[1]
+        for one, other in (said(server, pair) for _ in range(3)):
+            assert one != other
         # One dead engine ends a server of vLLM's.
         server.find("Worker_PP1").send_signal(signal.SIGKILL)
         wait_until(lambda: health(server.address) == 0)
@@ -98,7 +88,7 @@ def test_replicas_share_what_is_stored(models, tmp_path):
     more = ("--kv-transfer-config", connector, "--block-size", "32")
     with replicas(path, tmp_path / "log", *more, forked=True) as server:
         for _ in range(2):
-            assert_stock([tokens(server, batches[0])], path, batches)
+            assert_stock(tokens(server, batches[0]), path, batches)
         name = "vllm:external_prefix_cache_hits_total"
         wait_until(lambda: sum(figures(server, name).values()))
         everybody = server.everybody()

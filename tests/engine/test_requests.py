@@ -197,16 +197,24 @@ def apply(held, step):
         owners[0][handle][1].append(token)
 
 
+def scheduled(*requests):
+    """All tokens that these new requests have."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [*requests]
+    for one in requests:
+        count = len(one.prefill_token_ids or one.prompt_token_ids)
+        output.num_scheduled_tokens[one.req_id] = count
+        output.total_num_scheduled_tokens += count
+    return output
+
+
 def test_parameters_that_no_sampler_takes_fail_their_request_alone():
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
-    output = SchedulerOutput.make_empty()
-    for name in ("good", "bad"):
-        params = SamplingParams()
-        if name == "bad":
-            params.temperature = 7.0  # as if a later vLLM allowed it
-        output.scheduled_new_reqs.append(new_request(name, [1, 2], params=params))
-        output.num_scheduled_tokens[name] = 2
-    work = tracker.advance(0, output)
+    wrong = SamplingParams()
+    wrong.temperature = 7.0  # as if a later vLLM allowed it
+    assert not is_plain(wrong), "it is a sampler's"
+    both = new_request("good", [1, 2]), new_request("bad", [1, 2], params=wrong)
+    work = tracker.advance(0, scheduled(*both))
     good, bad = work.step.added
     assert not good.error
     assert "temperature" in bad.error
@@ -220,12 +228,8 @@ def test_the_next_prompt_of_a_streaming_session_has_its_own_parameters():
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     prompt, added = [1, 2], []
     for iteration, params in enumerate([SamplingParams(), SamplingParams(logprobs=3)]):
-        output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs.append(
-            new_request("a", prompt, prefill=list(prompt), params=params)
-        )
-        output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = len(prompt)
-        work = tracker.advance(iteration, output)
+        new = new_request("a", prompt, prefill=prompt, params=params)
+        work = tracker.advance(iteration, scheduled(new))
         added += work.step.added
         assert work.sampled == ["a"]
         tracker.record(iteration, [("a", [7])])
@@ -242,10 +246,7 @@ def test_the_next_prompt_of_a_streaming_session_has_its_own_parameters():
 def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropped():
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     for iteration in (0, 1):
-        output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs.append(new_request("a", [1, 2], prefill=[1, 2]))
-        output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 2
-        tracker.advance(iteration, output)
+        tracker.advance(iteration, scheduled(new_request("a", [1, 2], prefill=[1, 2])))
     tracker.record(0, [("a", [7])])
     tracker.record(1, [("a", [8]), ("gone", [9])])
     assert tracker._requests["a"].outputs == [8]
@@ -255,11 +256,7 @@ def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropp
 def test_every_requests_masks_are_its_own(room):
     """vLLM 0.32 has one behind another, 0.33 a block for each, as long as any may be."""
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
-    output = SchedulerOutput.make_empty()
-    for name in "abc":
-        output.scheduled_new_reqs.append(new_request(name, [1, 2], prefill=[1, 2]))
-        output.num_scheduled_tokens[name] = 2
-    output.total_num_scheduled_tokens = 6
+    output = scheduled(*(new_request(name, [1, 2], prefill=[1, 2]) for name in "abc"))
     added = {one.handle for one in tracker.advance(0, output).step.added}
     tracker._drafts = {"b": (7, 8)}
     masks = {"c": [[1]], "b": [[2], [3], [4]], "a": [[5]]}
@@ -276,12 +273,9 @@ def test_a_token_behind_a_prompt_of_embeddings_is_told():
     """Stages before the last have it from the scheduling output alone."""
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     tracker.draws = "off"
-    first, second = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
-    new = new_request("a", [], prefill=[0, 0, 0])
+    new, second = new_request("a", [], prefill=[0, 0, 0]), SchedulerOutput.make_empty()
     new.prompt_token_ids, new.prompt_embeds = None, torch.zeros(3, 4)
-    first.scheduled_new_reqs.append(new)
-    first.num_scheduled_tokens["a"] = 3
-    tracker.advance(0, first)
+    tracker.advance(0, scheduled(new))
     tracker.record(0, [("a", [7])])
     cached = second.scheduled_cached_reqs = CachedRequestData.make_empty()
     cached.req_ids.append("a")
@@ -313,12 +307,6 @@ def test_a_requests_place_follows_from_its_own_parameters(params, plain):
     assert is_plain(SamplingParams(**params)) is plain
 
 
-def test_a_request_that_is_refused_is_a_samplers():
-    wrong = SamplingParams()
-    wrong.temperature = 7.0
-    assert not is_plain(wrong)
-
-
 @pytest.mark.parametrize("seed", [None, 5])
 def test_requests_without_a_seed_get_one_of_their_own(seed):
     from sipipe.engine.requests import sequence_params
@@ -332,18 +320,17 @@ def arrive(client_ids, engine_seed=0, per_row=False):
     tracker = RequestTracker(engine_seed=engine_seed, balancer=Balancer(1, vocab_size=1000))
     tracker.draws = "per_row" if per_row else "on"
     params = SamplingParams()
-    output = SchedulerOutput.make_empty()
+    new = []
     for client_id in client_ids:
         request = SimpleNamespace(request_id=client_id, external_req_id=None)
         InputProcessor.assign_request_id(request)
         tracker.arrived(request.request_id)
         tracker.arrived(request.request_id)  # more of its prompt came
-        new = new_request(request.request_id, [1], params=params)
-        output.scheduled_new_reqs.insert(0, new)  # the order of scheduling does not matter
-        output.num_scheduled_tokens[new.req_id] = 1
+        new.append(new_request(request.request_id, [1], params=params))
+    output = scheduled(*reversed(new))  # the order of scheduling does not matter
     step = tracker.advance(0, output).step
     assert params.seed is None
-    told = [new.sampling_params for new in output.scheduled_new_reqs]
+    told = [one.sampling_params for one in output.scheduled_new_reqs]
     return [one.seed for one in reversed(told if per_row else [a.params for a in step.added])]
 
 
@@ -374,12 +361,7 @@ def test_scores_of_a_prompt_that_were_dropped_with_its_token_are_awaited_again()
     """As vLLM drops them where its prefix cache is reset: no token is held, and it begins anew."""
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     for iteration in (0, 1):
-        output = SchedulerOutput.make_empty()
         asked = new_request("a", [1, 2], prefill=[1, 2], params=SamplingParams(prompt_logprobs=1))
-        output.scheduled_new_reqs.append(asked)
-        output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 2
-        assert tracker.advance(iteration, output).prompt_logprobs == ("a",)
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs.append(new_request("a", [1, 2], prefill=[1, 2, 3]))
-    output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 3
-    assert tracker.advance(2, output).prompt_logprobs == ()
+        assert tracker.advance(iteration, scheduled(asked)).prompt_logprobs == ("a",)
+    again = new_request("a", [1, 2], prefill=[1, 2, 3])
+    assert tracker.advance(2, scheduled(again)).prompt_logprobs == ()

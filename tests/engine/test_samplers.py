@@ -54,13 +54,7 @@ class Engine:
 def one():
     engine, children = Engine(), Children()
     samplers = StandIns(
-        children,
-        None,
-        dtype="float32",
-        cores=[()],
-        figures=[],
-        events=engine,
-        stall_timeout=300.0,
+        children, None, dtype="float32", cores=[()], figures=[], events=engine, stall_timeout=300.0
     )
     samplers.engine = engine
 

@@ -28,6 +28,7 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.servers import wait_until
+from tests.engine.test_memory_budget import mapped
 
 pytestmark = pytest.mark.engine
 
@@ -87,27 +88,13 @@ def test_stages_that_pad_differently_equal_stock(models, drawing):
     """CUDA graphs pad batches, each stage as its own graphs want it; real rows alone travel, on
     either path. Before that vLLM warms its kernels up, as it does on GPUs."""
     path, batches = model(models), parity.mixed_batches()
-    found = run(
-        path,
-        batches,
-        stages=3,
-        sipipe={"cpu_sampling": drawing},
-        worker_extension_cls="padded_twins.Twins",
-    )
-    assert_stock(found, path, batches)
+    settings = {"cpu_sampling": drawing}
+    padded = {"worker_extension_cls": "padded_twins.Twins"}
+    assert_stock(run(path, batches, stages=3, sipipe=settings, **padded), path, batches)
 
 
 def with_both_places(batches):
     return [{**batch, "params": in_both_places(batch["params"])} for batch in batches]
-
-
-@pytest.mark.slow
-def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(models):
-    """Ranks write their columns of the samplers' rows, and gather those of the device's."""
-    path, batches = model(models), parity.mixed_batches()
-    settings = {"cpu_sampling": "per_row"}
-    found = run(path, with_both_places(batches), sipipe=settings, tensor_parallel_size=2)
-    assert_stock(found, path, batches)
 
 
 @pytest.mark.slow
@@ -146,9 +133,7 @@ def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
     path, asked = model(models), prompts(4, longest=300, seed=21)
     short = {"temperature": 0.0, "max_tokens": 3}
     [likely] = run(
-        path,
-        [{"prompts": asked, "params": [short | {"prompt_logprobs": 3}] * 4}],
-        stages=stages,
+        path, [{"prompts": asked, "params": [short | {"prompt_logprobs": 3}] * 4}], stages=stages
     )
     rows = [[list(map(int, at)) for at in one["prompt_logprobs"][1:]] for one in likely]
     most = max(len(at) for of in rows for at in of)
@@ -186,23 +171,12 @@ def test_compiled_stages_equal_stock(models, tmp_path):
 
 
 def mapped_channels(engine):
-    """Bytes of the channels' memory that any process of an engine maps, by its name, and of each
-    process how much of it is resident."""
-    sizes, resident = {}, {}
+    """Bytes of the channels' memory that any process of an engine maps, by its name."""
+    sizes = {}
     for process in [psutil.Process(engine.process.pid), *engine.descendants()]:
-        here = name = None
-        for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
-            if found := re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+) +/memfd:(sipipe\S*)", line):
-                first, last, inode, name = found.groups()
-                here = (name, inode)
-                size = int(last, 16) - int(first, 16)
-                sizes[here] = max(sizes.get(here, 0), size)
-            elif re.match(r"\w+-\w+ ", line):
-                here = None
-            elif here and line.startswith("Rss:"):
-                of = resident.setdefault(process.pid, {})
-                of[here] = max(of.get(here, 0), int(line.split()[1]) << 10)
-    return sizes, resident
+        for file, size in mapped(process.pid).items():
+            sizes[file] = max(sizes.get(file, 0), size)
+    return sizes
 
 
 @pytest.mark.slow
@@ -213,9 +187,9 @@ def test_a_running_engine_maps_what_its_budget_says(models):
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
     with Engine(model(models, vocab=40_000), sipipe=settings, **degrees) as engine:
         engine.run(long)
-        first, _ = mapped_channels(engine)
+        first = mapped_channels(engine)
         engine.run([*long, *long])
-        sizes, resident = mapped_channels(engine)
+        sizes = mapped_channels(engine)
         said = re.search(r"shared memory: ([\d,.]+) MiB \((.*?)\)", engine.log.read_text())
     assert sizes == first
     budget = dict(part.rsplit(" ", 1) for part in said[2].split(", "))
@@ -223,12 +197,10 @@ def test_a_running_engine_maps_what_its_budget_says(models):
     found = dict.fromkeys([*whole.values(), "the rest"], 0)
     for (name, _), size in sizes.items():
         found[whole.get(name.removeprefix("sipipe-"), "the rest")] += size / 2**20
-    print(said[0], found, {pid: sum(of.values()) >> 10 for pid, of in resident.items()})
+    print(said[0], found)
     for what in whole.values():
         assert found[what] == pytest.approx(float(budget.pop(what).replace(",", "")), abs=0.06)
     assert found["the rest"] == pytest.approx(sum(map(float, budget.values())), abs=0.12)
-    for of in resident.values():
-        assert all(size <= sizes[where] for where, size in of.items())
 
 
 def checkpoint(models, family):
@@ -280,7 +252,8 @@ def test_a_model_that_sees_equals_stock(models, stages, more, family):
 @pytest.mark.slow
 @ways
 def test_a_model_with_recurrent_layers_equals_stock(models, stages, more):
-    """Mamba's states lie beside attention's blocks, and end with their requests."""
+    """Mamba's states lie beside attention's blocks, and end with their requests. Of two ranks each
+    writes its columns of the samplers' rows, and gathers those of the device's."""
     path, batches = checkpoint(models, "falcon_h1"), parity.mixed_batches()
     settings = {"cpu_sampling": "per_row"}
     found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **more)
@@ -311,11 +284,6 @@ def test_the_kernels_themselves_interpreted_equal_stock(models, stages):
     """
     path, batches = model(models), parity.mixed_batches()
     paths = [str(INTERPRETED), TRITON, *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = run(
-        path,
-        batches,
-        stages=stages,
-        env=DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        worker_extension_cls="",
-    )
+    env = DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    found = run(path, batches, stages=stages, env=env, worker_extension_cls="")
     assert_stock(found, path, batches)

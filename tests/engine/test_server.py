@@ -10,13 +10,13 @@ import signal
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.engine import servers
 from tests.engine.engines import (
     assert_stock,
     in_shared_memory,
@@ -25,7 +25,7 @@ from tests.engine.engines import (
     prompts,
     tokens,
 )
-from tests.engine.servers import MODEL, STREAMS, Server, complete, health, load, metric, wait_until
+from tests.engine.servers import Server, complete, health, load, metric, post, wait_until
 
 import sipipe
 
@@ -75,7 +75,7 @@ def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(se
     listening = [p for p in forked if port in [c.laddr.port for c in p.net_connections("inet")]]
     assert listening == [server]
     text = served[2].read_text()
-    assert text.count(f"{MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
+    assert text.count(f"{servers.MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
     for line in ("core plan: ", "scheduler: core", "shared memory: ", "Output projection "):
         assert text.count(line) == 1, line
 
@@ -84,17 +84,13 @@ def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(se
 def test_a_request_that_fails_tells_its_client_why(served, streamed):
     """Its only token is ruled out until there are two; vLLM would say "Internal server error"."""
     stops = {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2, "stream": streamed}
-    body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 4, **stops}
-    request = urllib.request.Request(
-        f"{served[0]}/v1/completions", json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )  # fmt: skip
+    body = {"prompt": [5, 6], "max_tokens": 4, **stops}
     if streamed:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with post(served[0], body) as answer:
             said = answer.read().split(b"data: ")[1]
     else:
         with pytest.raises(urllib.error.HTTPError) as failed:
-            urllib.request.urlopen(request, timeout=60)
+            post(served[0], body)
         assert failed.value.code == 500
         said = failed.value.read()
     message = json.loads(said)["error"]["message"]
@@ -105,13 +101,10 @@ def test_many_streams_with_aborts_end_and_nothing_is_left(served):
     address, process, log, temporary = served
     everybody = psutil.Process(process.pid).children(recursive=True)
     ends = asyncio.run(load(address))
-    assert len(ends) == STREAMS
+    assert len(ends) == servers.STREAMS
     assert set(ends) <= {"done", "given up"}
-    assert ends.count("done") >= STREAMS * 2 // 3 - 1
-    deadline = time.monotonic() + 20
-    while metric(address, "vllm:num_requests_running") and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert metric(address, "vllm:num_requests_running") == 0
+    assert ends.count("done") >= servers.STREAMS * 2 // 3 - 1
+    wait_until(lambda: metric(address, "vllm:num_requests_running") == 0, 20)
     assert metric(address, "vllm:num_requests_waiting") == 0
     assert metric(address, "vllm:kv_cache_usage_perc") == 0
     assert metric(address, "sipipe_microbatches_in_flight") == 0
@@ -164,12 +157,7 @@ def test_a_stall_is_seen_and_harms_nobody_and_a_server_drains(models, tmp_path):
         wait_until(lambda: health(address) == 200)
         assert metric(address, "sipipe_stalled") == 0
 
-        body = {"model": MODEL, "prompt": [5, 6], "stream": True, **ASKED}
-        request = urllib.request.Request(
-            f"{address}/v1/completions", json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with post(address, {"prompt": [5, 6], "stream": True, **ASKED}) as answer:
             pieces = [answer.readline()]
             stopped.suspend()  # so the stream goes on when we have looked
             process.send_signal(signal.SIGTERM)

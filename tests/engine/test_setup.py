@@ -129,17 +129,8 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     ends without its own end."""
     reading, writing = os.pipe()
 
-    class Pipeline:
-        def __init__(self, *_):
-            pass
-
-        def load(self):
-            pass
-
-        def close(self):
-            os.write(writing, b"closed")
-
-    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", Pipeline)
+    pipeline = SimpleNamespace(load=lambda: None, close=lambda: os.write(writing, b"closed"))
+    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
     monkeypatch.setattr("sipipe.engine.remote.meet", lambda _: [])
     bound = SimpleNamespace(cpus=set())
     told = SimpleNamespace(announced=True)
@@ -172,12 +163,8 @@ def test_what_the_user_has_read_in_the_foreground_is_not_said_again(
 ):
     """There it is what the first replica does."""
     logged = []
-    decided = SimpleNamespace(
-        apply=lambda: None,
-        describe=lambda: ["a", "b"],
-        cores=None,
-        vllm_config=SimpleNamespace(announced=announced),
-    )
+    decided = SimpleNamespace(apply=lambda: None, describe=lambda: ["a", "b"], cores=None)
+    decided.vllm_config = SimpleNamespace(announced=announced)
     monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor.logger, "info", lambda _, line: logged.append(line))
     monkeypatch.setattr(executor, "claim", lambda _: 1 / 0)  # what follows
@@ -243,20 +230,10 @@ def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
 
 
 def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
-    made = SimpleNamespace(
-        stages=3,
-        ranks=2,
-        slots=4,
-        config=SiPipeConfig(),
-        rows=8,
-    )
+    made = SimpleNamespace(stages=3, ranks=2, slots=4, config=SiPipeConfig(), rows=8)
     links = opening.make_final_links(made, "shm", "cpu")
-    assert [link.name for link in links] == [
-        "final2-0.r0",
-        "final2-0.r1",
-        "final2-1.r0",
-        "final2-1.r1",
-    ]
+    names = [link.name for link in links]
+    assert names == ["final2-0.r0", "final2-0.r1", "final2-1.r0", "final2-1.r1"]
 
 
 def test_a_configuration_that_comes_from_another_process_has_that_one_watched(monkeypatch):

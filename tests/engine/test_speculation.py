@@ -6,19 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 from tests.engine.engines import crowded, greedy, model, prompts, run_engine, take_engine
-from tests.engine.test_features import make_adapter
+from tests.engine.test_features import SCHEMA, make_adapter
 from tests.engine.test_second_runner import SEES, checkpoint, with_images
 
 pytestmark = pytest.mark.engine
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2}
 SPECULATIVE["prompt_lookup_max"] = 4
-SCHEMA = {
-    "type": "object",
-    "properties": {"first_name": {"enum": ["ada", "grace"]}, "age": {"enum": [1, 2, 3]}},
-    "required": ["first_name", "age"],
-    "additionalProperties": False,
-}
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
 
 
@@ -113,10 +107,7 @@ def test_nor_where_requests_are_preempted_share_blocks_and_have_adapters(models)
     path = model(models)
     config = json.loads((path / "config.json").read_text())
     adapter = ["a", 1, str(make_adapter(models / "adapter-drafts", config))]
-    plain = {
-        "prompts": repeating(8) + prompts(3),
-        "params": greedy(11, shortest=40, longest=80),
-    }
+    plain = {"prompts": repeating(8) + prompts(3), "params": greedy(11, shortest=40, longest=80)}
     asked = [plain, plain | {"lora": [adapter] * 11}]
     with_and_without(path, asked, **crowded(), max_num_seqs=16)
 

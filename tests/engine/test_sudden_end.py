@@ -16,13 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.engine.engines import (
-    gone,
-    in_shared_memory,
-    in_shared_memory_of,
-    model,
-    prompts,
-)
+from tests.engine.engines import gone, in_shared_memory, in_shared_memory_of, model, prompts
 from tests.engine.servers import VLLM, Server, complete, metric, wait_until
 
 from sipipe.ipc.sockets import PREFIX, remove_dead
@@ -74,22 +68,18 @@ class Killed(Server):
 USERS = "sipipe, of a user"
 DRAINS = ("--shutdown-timeout", "600")
 """A shutdown that waits for requests, of which nobody is left to take the answers."""
-SERVED = [
-    ("sipipe", who, busy)
-    for who in ("supervisor", "front end", "EngineCore", "Worker_PP1")
-    for busy in (False, True)
-] + [
-    (VLLM, who, busy) for who in ("front end", "EngineCore", "Worker_PP1") for busy in (False, True)
-]
-SERVED += [(USERS, who, True) for who in ("supervisor", "front end", "EngineCore", "Worker_PP1")]
-FEW = [("sipipe", "supervisor", True)]
+ENGINES = ("front end", "EngineCore", "Worker_PP1")
+SERVED = [(USERS, who, True) for who in ("supervisor", *ENGINES)]
+SERVED += [("sipipe", who, False) for who in ("supervisor", *ENGINES)]
+SERVED += [(VLLM, who, busy) for who in ENGINES for busy in (False, True)]
+FEW = ("sipipe", "supervisor", True)
 
 
 # Of a server that dies before it answers, http.client leaves the file of the socket open.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize(
     ("module", "who", "busy"),
-    [pytest.param(*case, marks=[] if case in FEW else pytest.mark.slow) for case in SERVED],
+    [FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in SERVED)],
 )
 def test_a_killed_server_leaves_nothing(models, tmp_path, monkeypatch, module, who, busy):
     server = Killed(model(models), tmp_path / "log", module, *(DRAINS if busy else ()))

@@ -7,16 +7,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 from benchmarks import make_model
-from tests.engine.engines import (
-    assert_stock,
-    greedy,
-    run_engine,
-    same_tokens,
-    shared,
-    stock_results,
-    tokens,
-)
-from tests.engine.test_features import same_logprobs
+from tests.engine.engines import assert_stock, greedy, run_engine, shared, stock_results, tokens
+from tests.engine.test_features import same_answers
 
 from sipipe import halves
 from sipipe.errors import ResourceError
@@ -95,13 +87,8 @@ def batches(chats, tokenizer):
 
 @pytest.mark.parametrize("pp", [2, 5])
 def test_200_chats_and_a_texts_logprobs_equal_stock(smollm2, batches, pp):
-    def same(found, stock):
-        same_tokens(found, stock)
-        ((ours,), (theirs,)) = found[1], stock[1]
-        same_logprobs(ours["prompt_logprobs"], theirs["prompt_logprobs"])
-
     found = run_engine(smollm2, batches, **shared(pp), **CACHE)
-    assert_stock(found, smollm2, batches, same, **CACHE)
+    assert_stock(found, smollm2, batches, same_answers, **CACHE)
 
 
 @pytest.mark.skipif(halves.slow(), reason="bfloat16 takes minutes a batch without AVX-512")
@@ -124,13 +111,8 @@ def test_json_by_schema_is_valid_100_times_of_100(smollm2, chats):
     params = [{**asked, "seed": seed} for seed in range(100)]
     batch, dense = {"prompts": chats[:100], "params": params}, {"disable_any_whitespace": True}
     # Else some answers are new lines to their end, as the grammar has it.
-    found = run_engine(
-        smollm2,
-        [batch],
-        **shared(2),
-        **CACHE,
-        structured_outputs_config=dense | {"backend": "xgrammar"},
-    )
+    options = {"structured_outputs_config": dense | {"backend": "xgrammar"}}
+    found = run_engine(smollm2, [batch], **shared(2), **CACHE, **options)
     said = [request["outputs"][0]["text"] for request in found[0]]
     for text in said:
         jsonschema.validate(json.loads(text), SCHEMA)

@@ -26,12 +26,8 @@ from tests.faults.network import NETWORK
 from tests.faults.processes import Forked, Nursery
 from tests.worker.arithmetic import VOCAB, continuation, follow
 
-SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "term": signal.SIGTERM,
-    "hang up": signal.SIGHUP,
-}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS |= {"term": signal.SIGTERM, "hang up": signal.SIGHUP}
 current = {}
 """The processes of children of this engine, and the agent's of its other host, by name."""
 
@@ -172,9 +168,7 @@ def requests(count, *, sampling, seed=1):
     for index in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         seeded = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": index}
-        seeded |= {
-            "allowed_token_ids": [*range(0, VOCAB, 25)]
-        }  # so that drafts have something to find
+        seeded["allowed_token_ids"] = [*range(0, VOCAB, 25)]  # so that drafts find something
         params = SamplingParams(
             max_tokens=rng.randint(8, 32),
             ignore_eos=True,

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from random import Random
 
 SAMPLERS, STAGES = ("sampler0", "sampler1"), ("stage0.0", "stage1.0")
+CHILDREN = (*SAMPLERS, *STAGES)
 START_SAMPLER = ("born", "warm up", "boot", "attach to BIC-I", "attach to BIC-L", "say")
+START_SUCCESSOR = (*START_SAMPLER, "restore")
 BUSY_SAMPLER = ("hear", "let go", "apply", "draw", "answer")
 START_WORKER = ("born", "boot", "load", "say", "serve", "describe", "open")
 BUSY_WORKER = {
@@ -56,8 +58,14 @@ class Kind:
     scenarios: int
     """In a whole run."""
     ends: str = ""
-    """Pattern of the error with which an engine may end; empty: none may."""
-    must_end: bool = False
+    """Pattern of the error with which an engine has to end."""
+    may_end: str = ""
+    """Of one with which it may; both empty: it goes on."""
+
+
+def later(make):
+    """``make(rng, ...)`` as ``make(...)``, which waits for the random generator."""
+    return lambda *asked, **more: lambda rng: make(rng, *asked, **more)
 
 
 def steps(rng, count):
@@ -98,7 +106,7 @@ def sampler_and_successor(rng):
 def restarting_sampler(rng):
     name = rng.choice(SAMPLERS)
     first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
-    then = [[fault(rng.choice((*START_SAMPLER, "restore")))] for _ in range(2)]
+    then = [[fault(rng.choice(START_SUCCESSOR))] for _ in range(2)]
     return scenario(planned={name: [[first], *then]})
 
 
@@ -107,11 +115,15 @@ def both_samplers(rng):
     return scenario(outside=[{"name": n, "what": "kill", "step": step} for n in SAMPLERS])
 
 
-def ended_samplers(rng):
-    at = steps(rng, 3)
-    return scenario(
-        outside=[{"name": rng.choice(SAMPLERS), "what": "term", "step": step} for step in at]
-    )
+@later
+def struck_samplers(rng, what, **more):
+    """Three times one of them."""
+    outside = [{"name": rng.choice(SAMPLERS), "what": what, "step": s} for s in steps(rng, 3)]
+    return scenario(outside=outside, **more)
+
+
+spared_samplers = struck_samplers("kill", spare=0.0)
+"""There may be a spare for each death."""
 
 
 def dying_sampler(rng):
@@ -120,52 +132,29 @@ def dying_sampler(rng):
     return scenario(planned={name: [[fault("hear", nth=rng.randrange(8))] for _ in range(8)]})
 
 
-def spared_samplers(rng):
-    """Three deaths, for which there may be a spare."""
-    outside = [{"name": rng.choice(SAMPLERS), "what": "kill", "step": s} for s in steps(rng, 3)]
-    return scenario(spare=0.0, outside=outside)
-
-
-def struck_spare(what, **more):
+@later
+def struck_spare(rng, what, **more):
     """At any step of its life, before a sampler dies or when it has its place."""
-
-    def make(rng):
-        strikes = [[fault(rng.choice((*START_SAMPLER, "restore")), what, **more)] for _ in range(2)]
-        dies = {"name": rng.choice(SAMPLERS), "what": "kill", "step": rng.randrange(20, 60)}
-        return scenario(spare=0.0, planned={"spare": strikes}, outside=[dies])
-
-    return make
+    strikes = [[fault(rng.choice(START_SUCCESSOR), what, **more)] for _ in range(2)]
+    dies = {"name": rng.choice(SAMPLERS), "what": "kill", "step": rng.randrange(20, 60)}
+    return scenario(spare=0.0, planned={"spare": strikes}, outside=[dies])
 
 
-def starting_samplers(rng):
-    return scenario(planned={rng.choice(SAMPLERS): [[fault(rng.choice(START_SAMPLER))]]})
+@later
+def busy_worker(rng, own, what="kill", stall=60, **more):
+    name = rng.choice(STAGES)
+    at = rng.choice((OWN_WORKER if own else BUSY_WORKER)[name])
+    # A worker hears of calls before it hears of iterations.
+    first = 20 if at in ("hear", "let go") else 0
+    struck = fault(at, what, first + rng.randrange(40), **more)
+    return scenario(own, planned={name: [[struck]]}, sipipe={"stall_timeout": stall})
 
 
-def busy_worker(own):
-    def make(rng):
-        name = rng.choice(STAGES)
-        at = rng.choice((OWN_WORKER if own else BUSY_WORKER)[name])
-        # A worker hears of calls before it hears of iterations.
-        first = 20 if at in ("hear", "let go") else 0
-        return scenario(own, planned={name: [[fault(at, nth=first + rng.randrange(40))]]})
-
-    return make
-
-
-def idle_worker(own):
-    def make(rng):
-        return scenario(
-            own, outside=[{"name": rng.choice(STAGES), "what": "kill", "step": 1000}], settle=5
-        )
-
-    return make
-
-
-def starting_worker(own):
-    def make(rng):
-        return scenario(own, planned={rng.choice(STAGES): [[fault(rng.choice(START_WORKER))]]})
-
-    return make
+@later
+def idle_worker(rng, own):
+    return scenario(
+        own, outside=[{"name": rng.choice(STAGES), "what": "kill", "step": 1000}], settle=5
+    )
 
 
 def worker_and_sampler(rng):
@@ -177,29 +166,25 @@ def worker_and_sampler(rng):
 
 def everybody(rng):
     step = rng.randrange(3, 60)
-    names = [*SAMPLERS, *STAGES]
+    names = [*CHILDREN]
     rng.shuffle(names)
     return scenario(outside=[{"name": n, "what": "kill", "step": step} for n in names])
 
 
 def ending(rng):
     """Somebody dies while the engine ends."""
-    return scenario(
-        streams=4,
-        engine=[fault("shut down", "pull", name=rng.choice((*SAMPLERS, *STAGES)))],
-    )
+    return scenario(streams=4, engine=[fault("shut down", "pull", name=rng.choice(CHILDREN))])
 
 
-def starting_engine(rng):
-    return scenario(engine=[fault(rng.choice(START_ENGINE))])
+@later
+def starting_engine(rng, what):
+    return scenario(engine=[fault(rng.choice(START_ENGINE), what)])
 
 
-def busy_engine(own):
-    def make(rng):
-        at = rng.choice(BUSY_ENGINE[:1] if own else BUSY_ENGINE)
-        return scenario(own, engine=[fault(at, nth=rng.randrange(1, 60))])
-
-    return make
+@later
+def busy_engine(rng, own):
+    at = rng.choice(BUSY_ENGINE[:1] if own else BUSY_ENGINE)
+    return scenario(own, engine=[fault(at, nth=rng.randrange(1, 60))])
 
 
 def engine_of_stopped_worker(rng):
@@ -212,48 +197,35 @@ def engine_of_stopped_worker(rng):
 # ---- stops -------------------------------------------------------------------------------------
 
 
-def stopped_sampler(seconds):
-    def make(rng):
-        stop = fault(rng.choice(BUSY_SAMPLER), "stop", rng.randrange(1, 25), seconds=seconds)
-        return scenario(planned={rng.choice(SAMPLERS): [[stop]]})
+@later
+def stopped_sampler(rng, seconds):
+    stop = fault(rng.choice(BUSY_SAMPLER), "stop", rng.randrange(1, 25), seconds=seconds)
+    return scenario(planned={rng.choice(SAMPLERS): [[stop]]})
 
-    return make
+
+def stopped_worker(own, seconds, stall=60):
+    return busy_worker(own, "stop", stall, seconds=seconds)
 
 
 def stopped_successor(rng):
     name = rng.choice(SAMPLERS)
     first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
-    then = fault(rng.choice((*START_SAMPLER, "restore")), "stop", seconds=FOR_EVER)
+    then = fault(rng.choice(START_SUCCESSOR), "stop", seconds=FOR_EVER)
     return scenario(planned={name: [[first], [then]]}, sipipe={"stall_timeout": 20})
 
 
-def stopped_worker(own, seconds, stall=60):
-    def make(rng):
-        name = rng.choice(STAGES)
-        at = rng.choice((OWN_WORKER if own else BUSY_WORKER)[name])
-        first = 20 if at in ("hear", "let go") else 0
-        stop = fault(at, "stop", first + rng.randrange(40), seconds=seconds)
-        return scenario(own, planned={name: [[stop]]}, sipipe={"stall_timeout": stall})
-
-    return make
+@later
+def stopped_at_start(rng, names, points):
+    stop = fault(rng.choice(points), "stop", seconds=FOR_EVER)
+    settings = {"start_timeout": 8, "stall_timeout": 8}
+    return scenario(planned={rng.choice(names): [[stop]]}, sipipe=settings)
 
 
-def stopped_at_start(names, points):
-    def make(rng):
-        stop = fault(rng.choice(points), "stop", seconds=FOR_EVER)
-        settings = {"start_timeout": 8, "stall_timeout": 8}
-        return scenario(planned={rng.choice(names): [[stop]]}, sipipe=settings)
-
-    return make
-
-
-def stopped_engine(seconds):
-    def make(rng):
-        return scenario(
-            engine=[fault(rng.choice(BUSY_ENGINE), "stop", rng.randrange(1, 60), seconds=seconds)]
-        )
-
-    return make
+@later
+def stopped_engine(rng, seconds):
+    return scenario(
+        engine=[fault(rng.choice(BUSY_ENGINE), "stop", rng.randrange(1, 60), seconds=seconds)]
+    )
 
 
 # ---- fills -------------------------------------------------------------------------------------
@@ -268,17 +240,15 @@ def no_descriptors(rng):
     )
 
 
-def limited(what, own=False):
-    def make(rng):
-        names = STAGES if own else (*SAMPLERS, *STAGES)
-        name = rng.choice(names)
-        points = BUSY_SAMPLER if name in SAMPLERS else (OWN_WORKER if own else BUSY_WORKER)[name]
-        first = 20 if name in STAGES else 1
-        return scenario(
-            own, planned={name: [[fault(rng.choice(points), what, first + rng.randrange(20))]]}
-        )
-
-    return make
+@later
+def limited(rng, what, own=False):
+    names = STAGES if own else CHILDREN
+    name = rng.choice(names)
+    points = BUSY_SAMPLER if name in SAMPLERS else (OWN_WORKER if own else BUSY_WORKER)[name]
+    first = 20 if name in STAGES else 1
+    return scenario(
+        own, planned={name: [[fault(rng.choice(points), what, first + rng.randrange(20))]]}
+    )
 
 
 def full_at_start(rng):
@@ -299,13 +269,11 @@ def filled_later(rng):
 # ---- mistakes -----------------------------------------------------------------------------------
 
 
-def raising(names, points):
-    def make(rng):
-        name = rng.choice(names)
-        at = rng.choice(points[name] if isinstance(points, dict) else points)
-        return scenario(planned={name: [[fault(at, "raise", 1 + rng.randrange(20))]]})
-
-    return make
+@later
+def raising(rng, names, points):
+    name = rng.choice(names)
+    at = rng.choice(points[name] if isinstance(points, dict) else points)
+    return scenario(planned={name: [[fault(at, "raise", 1 + rng.randrange(20))]]})
 
 
 def shared(make):
@@ -319,15 +287,12 @@ def shared(make):
     return made
 
 
-def amid_product(what, stall=60, **more):
+@later
+def amid_product(rng, what, stall=60, **more):
     """Of a worker: as it takes or spreads final hidden states, or multiplies by its columns."""
-
-    def make(rng):
-        name = rng.choice(STAGES)
-        struck = fault(rng.choice(PRODUCT[name]), what, rng.randrange(30), **more)
-        return scenario(planned={name: [[struck]]}, sipipe={"stall_timeout": stall})
-
-    return make
+    name = rng.choice(STAGES)
+    struck = fault(rng.choice(PRODUCT[name]), what, rng.randrange(30), **more)
+    return scenario(planned={name: [[struck]]}, sipipe={"stall_timeout": stall})
 
 
 def crowded(make):
@@ -346,14 +311,11 @@ def moving(make, **shelf):
     return lambda rng: make(rng) | {"shelf": shelf}
 
 
-def amid_moves(what, own=False):
+@later
+def amid_moves(rng, what, own=False):
     """Of a worker, as its KV connector is called."""
-
-    def make(rng):
-        struck = fault(rng.choice(MOVES), what, rng.randrange(30))
-        return scenario(own, planned={rng.choice(STAGES): [[struck]]})
-
-    return make
+    struck = fault(rng.choice(MOVES), what, rng.randrange(30))
+    return scenario(own, planned={rng.choice(STAGES): [[struck]]})
 
 
 def abandoned(make):
@@ -361,34 +323,28 @@ def abandoned(make):
     return lambda rng: make(rng) | {"aborts": rng.random()}
 
 
-def struck_at_start(names, points, what, **more):
-    return lambda rng: scenario(
-        planned={rng.choice(names): [[fault(rng.choice(points), what, **more)]]}
+@later
+def at_start(rng, names, points, what, own=False, **more):
+    return scenario(own, planned={rng.choice(names): [[fault(rng.choice(points), what, **more)]]})
+
+
+@later
+def signalled(rng, names, what):
+    return scenario(
+        outside=[{"name": rng.choice(names), "what": what, "step": rng.randrange(3, 60)}]
     )
 
 
-def signalled(names, what):
-    def make(rng):
-        return scenario(
-            outside=[{"name": rng.choice(names), "what": what, "step": rng.randrange(3, 60)}]
-        )
-
-    return make
-
-
-def frozen(seconds):
+@later
+def frozen(rng, seconds):
     """All processes, as a container is that is paused: the engine stops the others, then itself."""
-
-    def make(rng):
-        stop = {"what": "stop", "step": rng.randrange(3, 60), "seconds": seconds}
-        return scenario(outside=[{"name": n, **stop} for n in (*SAMPLERS, *STAGES, "engine")])
-
-    return make
+    stop = {"what": "stop", "step": rng.randrange(3, 60), "seconds": seconds}
+    return scenario(outside=[{"name": n, **stop} for n in (*CHILDREN, "engine")])
 
 
 def jumping_clock(rng):
     """The wall clock is put forward or back by an hour, in one process."""
-    name, by = rng.choice((*SAMPLERS, *STAGES, "engine")), rng.choice((-3600, 3600))
+    name, by = rng.choice((*CHILDREN, "engine")), rng.choice((-3600, 3600))
     if name == "engine":
         return scenario(engine=[fault(rng.choice(BUSY_ENGINE), "jump", by=by)])
     points = BUSY_SAMPLER if name in SAMPLERS else BUSY_WORKER[name]
@@ -417,16 +373,10 @@ def busy_last(rng):
     )
 
 
-def stopped_agent(seconds):
-    def make(rng):
-        stop = {"name": "agent", "what": "stop", "seconds": seconds}
-        return scenario(outside=[stop | {"step": rng.randrange(3, 60)}])
-
-    return make
-
-
-def from_network(what):
-    return signalled(AGENT, what)
+@later
+def stopped_agent(rng, seconds):
+    stop = {"name": "agent", "what": "stop", "seconds": seconds}
+    return scenario(outside=[stop | {"step": rng.randrange(3, 60)}])
 
 
 AGENT = ("agent",)
@@ -448,40 +398,40 @@ KINDS = [
     Kind("a sampler and at once its successor are killed", sampler_and_successor, 12),
     Kind("a sampler is killed at each step of its restart", restarting_sampler, 12),
     Kind("both samplers are killed at once", both_samplers, 8),
-    Kind("a sampler is told to end (SIGTERM)", ended_samplers, 6),
-    Kind("a sampler dies again and again", dying_sampler, 3, r"sampler\d keeps dying", True),
+    Kind("a sampler is told to end (SIGTERM)", struck_samplers("term"), 6),
+    Kind("a sampler dies again and again", dying_sampler, 3, r"sampler\d keeps dying"),
     Kind("a sampler is killed and there is a spare", spared_samplers, 8),
     Kind("the spare sampler is killed at each step of its life", struck_spare("kill"), 10),
     Kind("the spare sampler is stopped for ever", struck_spare("stop", seconds=FOR_EVER), 6),
     Kind(
         "a sampler is killed while the engine starts",
-        starting_samplers,
+        at_start(SAMPLERS, START_SAMPLER, "kill"),
         8,
-        r"sampler\d ended while starting",
+        may_end=r"sampler\d ended while starting",
     ),
-    Kind("a busy worker is killed", busy_worker(False), 24, STAGE_DIED, True),
-    Kind("a busy worker is killed (vLLM's sampler)", busy_worker(True), 16, STAGE_DIED, True),
-    Kind("an idle worker is killed", idle_worker(False), 6, STAGE_DIED, True),
-    Kind("an idle worker is killed (vLLM's sampler)", idle_worker(True), 6, STAGE_DIED, True),
+    Kind("a busy worker is killed", busy_worker(False), 24, STAGE_DIED),
+    Kind("a busy worker is killed (vLLM's sampler)", busy_worker(True), 16, STAGE_DIED),
+    Kind("an idle worker is killed", idle_worker(False), 6, STAGE_DIED),
+    Kind("an idle worker is killed (vLLM's sampler)", idle_worker(True), 6, STAGE_DIED),
     Kind(
-        "a worker is killed while the engine starts", starting_worker(False), 12, STAGE_DIED, True
+        "a worker is killed while the engine starts",
+        at_start(STAGES, START_WORKER, "kill"),
+        12,
+        STAGE_DIED,
     ),
     Kind(
         "a worker is killed while the engine starts (vLLM's sampler)",
-        starting_worker(True),
+        at_start(STAGES, START_WORKER, "kill", own=True),
         8,
         STAGE_DIED,
-        True,
     ),
-    Kind("a worker and a sampler are killed at once", worker_and_sampler, 8, STAGE_DIED, True),
-    Kind("all workers and samplers are killed at once", everybody, 6, STAGE_DIED, True),
+    Kind("a worker and a sampler are killed at once", worker_and_sampler, 8, STAGE_DIED),
+    Kind("all workers and samplers are killed at once", everybody, 6, STAGE_DIED),
     Kind("somebody is killed while the engine ends", ending, 8),
-    Kind("the engine is killed while it starts", starting_engine, 8, "killed", True),
-    Kind("a busy engine is killed", busy_engine(False), 10, "killed", True),
-    Kind("a busy engine is killed (vLLM's sampler)", busy_engine(True), 6, "killed", True),
-    Kind(
-        "an engine whose worker is stopped is killed", engine_of_stopped_worker, 6, "killed", True
-    ),
+    Kind("the engine is killed while it starts", starting_engine("kill"), 8, "killed"),
+    Kind("a busy engine is killed", busy_engine(False), 10, "killed"),
+    Kind("a busy engine is killed (vLLM's sampler)", busy_engine(True), 6, "killed"),
+    Kind("an engine whose worker is stopped is killed", engine_of_stopped_worker, 6, "killed"),
     Kind("a sampler is stopped for 1 s", stopped_sampler(1), 8),
     Kind("a sampler is stopped for 10 s", stopped_sampler(10), 6),
     Kind("a sampler is stopped for ever", stopped_sampler(FOR_EVER), 8),
@@ -489,96 +439,83 @@ KINDS = [
         "a sampler's successor is stopped for ever",
         stopped_successor,
         6,
-        r"no progress for .* s: .* waits for samplers",
+        may_end=r"no progress for .* s: .* waits for samplers",
     ),
     Kind("a worker is stopped for 1 s", stopped_worker(False, 1), 8),
     Kind("a worker is stopped for 1 s (vLLM's sampler)", stopped_worker(True, 1), 6),
     Kind("a worker is stopped for 10 s", stopped_worker(False, 10), 6),
-    Kind(
-        "a worker is stopped for ever", stopped_worker(False, FOR_EVER, stall=4), 10, SAYING, True
-    ),
+    Kind("a worker is stopped for ever", stopped_worker(False, FOR_EVER, 4), 10, SAYING),
     Kind(
         "a worker is stopped for ever (vLLM's sampler)",
-        stopped_worker(True, FOR_EVER, stall=4),
+        stopped_worker(True, FOR_EVER, 4),
         8,
         STALLED,
-        True,
     ),
     Kind(
         "a worker is stopped while the engine starts",
         stopped_at_start(STAGES, START_WORKER),
         6,
         f"{NOT_READY}|TimeoutError|{STALLED}",
-        True,
     ),
     Kind(
         "a sampler is stopped while the engine starts",
         stopped_at_start(SAMPLERS, START_SAMPLER),
         6,
         NOT_READY,
-        True,
     ),
     Kind("the engine is stopped for 1 s", stopped_engine(1), 6),
     Kind("the engine is stopped for 10 s", stopped_engine(10), 4),
-    Kind("the engine has no descriptors left", no_descriptors, 6, r"Too many open files"),
+    Kind("the engine has no descriptors left", no_descriptors, 6, may_end=r"Too many open files"),
     Kind("a process has no descriptors left", limited("descriptors"), 8),
-    Kind("a process gets no more memory", limited("memory"), 10, ANY),
-    Kind("a process gets no more memory (vLLM's sampler)", limited("memory", True), 6, ANY),
+    Kind("a process gets no more memory", limited("memory"), 10, may_end=ANY),
+    Kind("a process gets no more memory (vLLM's sampler)", limited("memory", True), 6, may_end=ANY),
     Kind("an engine starts beside a full /dev/shm", full_at_start, 4),
     Kind("/dev/shm is filled while an engine serves", filled_later, 6),
     Kind("a sampler that draws is killed (shared projection)", shared(busy_samplers), 12),
-    Kind("a worker is killed amid a product", shared(amid_product("kill")), 12, STAGE_DIED, True),
+    Kind("a worker is killed amid a product", shared(amid_product("kill")), 12, STAGE_DIED),
     Kind("a worker is stopped for 1 s amid a product", shared(amid_product("stop", seconds=1)), 6),
     Kind(
         "a worker is stopped for ever amid a product",
         shared(amid_product("stop", stall=4, seconds=FOR_EVER)),
         8,
         SAYING,
-        True,
     ),
-    Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
+    Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in"),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),
     Kind(
         "a worker raises an error while the engine starts",
-        struck_at_start(STAGES, START_WORKER[1:], "raise"),
+        at_start(STAGES, START_WORKER[1:], "raise"),
         8,
         "planted in|ended while starting .see its log lines above.",
-        True,
     ),
     Kind(
         "a sampler raises an error while the engine starts",
-        struck_at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
+        at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
         8,
-        "ended while starting .*see its message above",
+        may_end="ended while starting .*see its message above",
     ),
-    Kind(
-        "the engine raises an error while it starts",
-        lambda rng: scenario(engine=[fault(rng.choice(START_ENGINE), "raise")]),
-        6,
-        "planted in",
-        True,
-    ),
+    Kind("the engine raises an error while it starts", starting_engine("raise"), 6, "planted in"),
     Kind(
         "a process gets no more memory while the engine starts",
-        struck_at_start((*SAMPLERS, *STAGES), ("boot", "say"), "memory"),
+        at_start(CHILDREN, ("boot", "say"), "memory"),
         8,
-        ANY,
+        may_end=ANY,
     ),
     Kind(
         "a process has no descriptors left while the engine starts",
-        struck_at_start((*SAMPLERS, *STAGES), ("boot", "say"), "descriptors"),
+        at_start(CHILDREN, ("boot", "say"), "descriptors"),
         8,
-        "Too many open files|descriptor",
+        may_end="Too many open files|descriptor",
     ),
     Kind(
         "a process is stopped for 1 s while the engine starts",
-        struck_at_start((*SAMPLERS, *STAGES), ("born", "boot", "say"), "stop", seconds=1),
+        at_start(CHILDREN, ("born", "boot", "say"), "stop", seconds=1),
         8,
     ),
     Kind("the spare sampler raises an error", struck_spare("raise"), 6),
     Kind("the spare sampler gets no more memory", struck_spare("memory"), 6),
-    Kind("a worker is told to end (SIGTERM)", signalled(STAGES, "term"), 6, STAGE_DIED, True),
-    Kind("a worker is hung up on (SIGHUP)", signalled(STAGES, "hang up"), 6, STAGE_DIED, True),
+    Kind("a worker is told to end (SIGTERM)", signalled(STAGES, "term"), 6, STAGE_DIED),
+    Kind("a worker is hung up on (SIGHUP)", signalled(STAGES, "hang up"), 6, STAGE_DIED),
     Kind("a sampler is hung up on (SIGHUP)", signalled(SAMPLERS, "hang up"), 6),
     Kind("all processes are stopped for 1 s, as in a paused container", frozen(1), 3),
     Kind("all processes are stopped for 10 s, as in a paused container", frozen(10), 2),
@@ -586,13 +523,13 @@ KINDS = [
     Kind("a sampler that draws is killed (preemption, prefix caching)", crowded(busy_samplers), 8),
     Kind("a sampler is stopped for 1 s (preemption)", crowded(stopped_sampler(1)), 6),
     Kind("a worker is stopped for 1 s (preemption)", crowded(stopped_worker(False, 1)), 6),
-    Kind("a busy worker is killed (preemption)", crowded(busy_worker(False)), 8, STAGE_DIED, True),
+    Kind("a busy worker is killed (preemption)", crowded(busy_worker(False)), 8, STAGE_DIED),
     Kind("a sampler that draws is killed amid aborts", abandoned(busy_samplers), 8),
     Kind("a worker is stopped for 1 s amid aborts", abandoned(stopped_worker(False, 1)), 6),
     Kind("a sampler is killed amid aborts and preemption", crowded(abandoned(spared_samplers)), 6),
     Kind("a sampler that draws is killed amid drafts", drafting(busy_samplers), 8),
     Kind("a sampler is stopped for 1 s amid drafts", drafting(stopped_sampler(1)), 6),
-    Kind("a busy worker is killed amid drafts", drafting(busy_worker(False)), 8, STAGE_DIED, True),
+    Kind("a busy worker is killed amid drafts", drafting(busy_worker(False)), 8, STAGE_DIED),
     Kind(
         "a sampler is killed amid drafts, aborts and preemption",
         crowded(abandoned(drafting(spared_samplers))),
@@ -616,13 +553,12 @@ KINDS = [
         crowded(abandoned(moving(spared_samplers, slow=0.1))),
         6,
     ),
-    Kind("a worker is killed amid a KV transfer", moving(amid_moves("kill")), 8, STAGE_DIED, True),
+    Kind("a worker is killed amid a KV transfer", moving(amid_moves("kill")), 8, STAGE_DIED),
     Kind(
         "a worker is killed amid a KV transfer (vLLM's sampler)",
         moving(amid_moves("kill", True)),
         6,
         STAGE_DIED,
-        True,
     ),
     Kind("a sampler is killed amid KV transfers of two hosts", hosts(moving(killed_sampler)), 4),
     Kind(
@@ -630,41 +566,26 @@ KINDS = [
         hosts(moving(amid_moves("kill"))),
         4,
         STAGE_DIED,
-        True,
     ),
-    Kind("a KV connector raises an error", moving(amid_moves("raise")), 6, "planted in", True),
-    Kind(
-        "a sampler of another host is killed",
-        hosts(killed_sampler),
-        6,
-    ),
-    Kind("a worker of another host is killed", hosts(busy_last), 6, STAGE_DIED, True),
-    Kind("another host's agent is killed", hosts(signalled(AGENT, "kill")), 6, HOST_LOST, True),
-    Kind(
-        "another host's agent is told to end", hosts(signalled(AGENT, "term")), 4, HOST_LOST, True
-    ),
+    Kind("a KV connector raises an error", moving(amid_moves("raise")), 6, "planted in"),
+    Kind("a sampler of another host is killed", hosts(killed_sampler), 6),
+    Kind("a worker of another host is killed", hosts(busy_last), 6, STAGE_DIED),
+    Kind("another host's agent is killed", hosts(signalled(AGENT, "kill")), 6, HOST_LOST),
+    Kind("another host's agent is told to end", hosts(signalled(AGENT, "term")), 4, HOST_LOST),
     Kind("another host's agent is stopped for 1 s", hosts(stopped_agent(1)), 4),
-    Kind(
-        "another host's agent is stopped for ever",
-        hosts(stopped_agent(FOR_EVER)),
-        4,
-        HOST_LOST,
-        True,
-    ),
-    Kind("the main host's engine is killed", hosts(busy_engine(False)), 6, "killed", True),
-    Kind("strangers come to the ports between hosts", hosts(from_network("strangers")), 4),
+    Kind("another host's agent is stopped for ever", hosts(stopped_agent(FOR_EVER)), 4, HOST_LOST),
+    Kind("the main host's engine is killed", hosts(busy_engine(False)), 6, "killed"),
+    Kind("strangers come to the ports between hosts", hosts(signalled(AGENT, "strangers")), 4),
     Kind(
         "the connection between engine and agent is cut",
-        hosts(from_network("cut engine")),
+        hosts(signalled(AGENT, "cut engine")),
         4,
         HOST_LOST,
-        True,
     ),
     Kind(
         "the connection between stages of two hosts is cut",
-        hosts(from_network("cut stages")),
+        hosts(signalled(AGENT, "cut stages")),
         4,
         ANY,
-        True,
     ),
 ]

@@ -4,11 +4,60 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import resource
 import signal
 import time
 
 import psutil
+
+POINTS = {
+    # a sampler's life
+    "warm up": ("sipipe.sampler.main", "warm_up"),
+    "boot": ("sipipe.ipc.parent:Parent", "receive"),
+    "attach to BIC-I": ("sipipe.sampler.main", "DispatchReader"),
+    "attach to BIC-L": ("sipipe.sampler.main", "LogitsReader"),
+    "say": ("sipipe.ipc.parent:Parent", "say"),
+    "restore": ("sipipe.sampler.main:Sampler", "_restore"),
+    "apply": ("sipipe.sampler.main:Sampler", "_apply"),
+    "draw": ("sipipe.sampler.main:Sampler", "_draw"),
+    "answer": ("sipipe.ipc.gather:GatherSender", "send"),
+    # a worker's
+    "load": ("tests.faults.stand_in:StandInWorker", "load_model"),
+    "describe": ("sipipe.worker.loop:StageLoop", "answer"),
+    "open": ("sipipe.worker.loop:StageLoop", "open"),
+    "serve": ("sipipe.worker.main:Main", "serve"),
+    "prepare": ("sipipe.worker.preparation:SiPipePrepares", "prepare"),
+    "run": ("tests.worker.arithmetic:Runner", "execute_model"),
+    "receive": ("sipipe.ipc.link.receiver:Receiver", "take"),
+    "forward": ("tests.worker.arithmetic:Runner", "forward"),
+    "send": ("sipipe.ipc.link.sender:Sender", "send"),
+    "logits": ("sipipe.worker.draws:LastRows", "_hand_over"),
+    "sample": ("tests.worker.arithmetic:Runner", "sample"),
+    "hand on": ("sipipe.worker.publisher:Publisher", "_do"),
+    "spread": ("sipipe.worker.logits:SharedProjection", "columns"),
+    "rows": ("sipipe.worker.projection_thread:ProjectionThread", "_do"),
+    "product": ("tests.faults.stand_in:Shard", "whole"),
+    "load blocks": ("tests.engine.shelf:Shelf", "start_load_kv"),
+    "store blocks": ("tests.engine.shelf:Shelf", "wait_for_save"),
+    "say what moved": ("tests.engine.shelf:Shelf", "get_finished"),
+    # the engine's
+    "start": ("sipipe.engine.host:LocalHost", "start"),
+    "listen": ("sipipe.engine.pipeline", "GatherReceiver"),
+    "load models": ("sipipe.engine.workers:Workers", "wait_loaded"),
+    "make channels": ("sipipe.engine.pipeline:Pipeline", "open"),
+    "open samplers": ("sipipe.engine.samplers:Samplers", "open"),
+    "schedule": ("sipipe.engine.executor:Executor", "execute_model"),
+    "dispatch": ("sipipe.engine.dispatch:Dispatcher", "publish"),
+    "resolve": ("sipipe.engine.resolve:Resolver", "_resolve"),
+    "record": ("sipipe.engine.requests:RequestTracker", "record"),
+    "shut down": ("sipipe.engine.children:Children", "close"),
+    # both
+    "hear": ("sipipe.ipc.ring.ends:RingReader", "receive"),
+    "let go": ("sipipe.ipc.ring.ends:RingReader", "unlock_previous"),
+    "publish": ("sipipe.ipc.ring.ends:RingWriter", "publish"),
+}
+"""Where steps of processes' lives begin: what has the function, and its name there."""
 
 
 def arrange(name, faults, report):
@@ -18,23 +67,19 @@ def arrange(name, faults, report):
 
 
 def _arm(name, fault, report):
-    at, left = fault["at"], [fault.get("nth", 0)]
+    at, left = fault["at"], fault.get("nth", 0)
     if at == "born":
         strike(name, fault, report)
         return
-
-    def now():
-        left[0] -= 1
-        if left[0] != -1:
-            return False
-        strike(name, fault, report)
-        return True
-
-    owner, attribute = load()[at]
+    owner, attribute = POINTS[at]
+    owner = pkgutil.resolve_name(owner)
     real = getattr(owner, attribute)
 
     def armed(*args, **kwargs):
-        now()
+        nonlocal left
+        left -= 1
+        if left == -1:
+            strike(name, fault, report)
         return real(*args, **kwargs)
 
     setattr(owner, attribute, armed)
@@ -54,8 +99,6 @@ def strike(name, fault, report):
             os.kill(current[fault["name"]].pid, signal.SIGKILL)
         case "raise":
             raise RuntimeError(f"planted in {name}")
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
         case "jump":
             real, seconds = time.time, fault["by"]
             time.time = lambda: real() + seconds
@@ -75,79 +118,6 @@ def strike(name, fault, report):
 
 
 def load():
-    """The functions at which steps of processes' lives begin, by name; imports all of them."""
-    from tests.engine.shelf import Shelf
-    from tests.faults import stand_in
-    from tests.worker import arithmetic
-
-    import sipipe.engine.dispatch
-    import sipipe.engine.executor
-    import sipipe.engine.host
-    import sipipe.engine.pipeline
-    import sipipe.engine.requests
-    import sipipe.engine.resolve
-    import sipipe.engine.samplers
-    import sipipe.engine.scheduling.scheduler
-    import sipipe.engine.workers
-    import sipipe.ipc.gather
-    import sipipe.ipc.link.receiver
-    import sipipe.ipc.link.sender
-    import sipipe.ipc.parent
-    import sipipe.ipc.ring.dispatch
-    import sipipe.ipc.ring.ends
-    import sipipe.ipc.ring.logits
-    import sipipe.sampler.main as sampler
-    import sipipe.worker.draws
-    import sipipe.worker.logits
-    import sipipe.worker.loop as loop
-    import sipipe.worker.main as worker
-    import sipipe.worker.preparation
-    import sipipe.worker.projection_thread
-    import sipipe.worker.publisher
-
-    return {
-        # a sampler's life
-        "warm up": (sampler, "warm_up"),
-        "boot": (sipipe.ipc.parent.Parent, "receive"),
-        "attach to BIC-I": (sampler, "DispatchReader"),
-        "attach to BIC-L": (sampler, "LogitsReader"),
-        "say": (sipipe.ipc.parent.Parent, "say"),
-        "restore": (sampler.Sampler, "_restore"),
-        "apply": (sampler.Sampler, "_apply"),
-        "draw": (sampler.Sampler, "_draw"),
-        "answer": (sipipe.ipc.gather.GatherSender, "send"),
-        # a worker's
-        "load": (stand_in.StandInWorker, "load_model"),
-        "describe": (loop.StageLoop, "answer"),
-        "open": (loop.StageLoop, "open"),
-        "serve": (worker.Main, "serve"),
-        "prepare": (sipipe.worker.preparation.SiPipePrepares, "prepare"),
-        "run": (arithmetic.Runner, "execute_model"),
-        "receive": (sipipe.ipc.link.receiver.Receiver, "take"),
-        "forward": (arithmetic.Runner, "forward"),
-        "send": (sipipe.ipc.link.sender.Sender, "send"),
-        "logits": (sipipe.worker.draws.LastRows, "_hand_over"),
-        "sample": (arithmetic.Runner, "sample"),
-        "hand on": (sipipe.worker.publisher.Publisher, "_do"),
-        "spread": (sipipe.worker.logits.SharedProjection, "columns"),
-        "rows": (sipipe.worker.projection_thread.ProjectionThread, "_do"),
-        "product": (stand_in.Shard, "whole"),
-        "load blocks": (Shelf, "start_load_kv"),
-        "store blocks": (Shelf, "wait_for_save"),
-        "say what moved": (Shelf, "get_finished"),
-        # the engine's
-        "start": (sipipe.engine.host.LocalHost, "start"),
-        "listen": (sipipe.engine.pipeline, "GatherReceiver"),
-        "load models": (sipipe.engine.workers.Workers, "wait_loaded"),
-        "make channels": (sipipe.engine.pipeline.Pipeline, "open"),
-        "open samplers": (sipipe.engine.samplers.Samplers, "open"),
-        "schedule": (sipipe.engine.executor.Executor, "execute_model"),
-        "dispatch": (sipipe.engine.dispatch.Dispatcher, "publish"),
-        "resolve": (sipipe.engine.resolve.Resolver, "_resolve"),
-        "record": (sipipe.engine.requests.RequestTracker, "record"),
-        "shut down": (sipipe.engine.children.Children, "close"),
-        # both
-        "hear": (sipipe.ipc.ring.ends.RingReader, "receive"),
-        "let go": (sipipe.ipc.ring.ends.RingReader, "unlock_previous"),
-        "publish": (sipipe.ipc.ring.ends.RingWriter, "publish"),
-    }
+    """Import all that has one of the points."""
+    for owner, _ in POINTS.values():
+        pkgutil.resolve_name(owner)

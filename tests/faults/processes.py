@@ -52,12 +52,8 @@ class Nursery:
     def fork(self, name, command, descriptors, environment):
         """A child's process id; the faults of ``name`` that are left go to its first child."""
         module, arguments = command[command.index("-m") + 1], command[command.index("-m") + 2 :]
-        asked = {
-            "module": module,
-            "arguments": arguments[len(descriptors) :],
-            "environment": environment,
-            "name": name,
-        }
+        asked = {"module": module, "arguments": arguments[len(descriptors) :]}
+        asked |= {"environment": environment, "name": name}
         with self._asking:
             faults = self._planned.get(name)
             asked["faults"] = faults.pop(0) if faults else []
@@ -121,7 +117,7 @@ class Forked(subprocess.Popen):
     """What ``subprocess.Popen`` is to :mod:`sipipe.engine.children`."""
 
     nursery: Nursery
-    names: list[str]
+    naming = threading.local()
 
     def __init__(self, command, *, pass_fds, env, **_):
         self.args, self.returncode = command, None
@@ -130,6 +126,3 @@ class Forked(subprocess.Popen):
         self._communication_started, self._input = False, None
         name = Forked.naming.name
         self.pid = Forked.nursery.fork(name, list(command), list(pass_fds), dict(env))
-
-
-Forked.naming = threading.local()

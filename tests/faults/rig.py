@@ -51,21 +51,11 @@ def prepare(scratch):
     from tests.faults import plan, stand_in
     from tests.worker import arithmetic
 
-    (scratch / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "architectures": ["LlamaForCausalLM"],
-                "hidden_size": arithmetic.HIDDEN,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 1,
-                "intermediate_size": 128,
-                "vocab_size": arithmetic.VOCAB,
-                "max_position_embeddings": 256,
-                "torch_dtype": "float32",
-            }
-        )
-    )
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    model |= {"hidden_size": arithmetic.HIDDEN, "vocab_size": arithmetic.VOCAB}
+    model |= {"num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 128}
+    model |= {"max_position_embeddings": 256}
+    (scratch / "config.json").write_text(json.dumps(model))
     configured = EngineArgs(
         model=str(scratch),
         load_format="dummy",
@@ -92,9 +82,8 @@ def prepare(scratch):
     from sipipe.sampler.warmup import warm_up
 
     name = f"{stand_in.__name__}.StandInWorker"
-    compatibility.HAS_TRITON = (
-        True  # the stand-in needs no kernels, where vLLM's sampler draws neither
-    )
+    # The stand-in needs no kernels, where vLLM's sampler draws neither.
+    compatibility.HAS_TRITON = True
     for module in (compatibility, setup):
         module.STOCK_WORKERS.update(dict.fromkeys(module.STOCK_WORKERS, name))
     # Nobody else's: vLLM asks lscpu for the cores.

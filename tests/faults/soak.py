@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
@@ -26,8 +25,6 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-KEPT = Path(__file__).parent
-BEGIN, END = "<!-- soak: generated -->", "<!-- /soak -->"
 NAMES = {
     r"-m sipipe serve": "supervisor",
     r"sipipe\.engine\.server": "front end",
@@ -243,12 +240,6 @@ def markdown(kept):
     return "\n".join(lines)
 
 
-def page(text, kept):
-    """README.md with this table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
-
-
 def main():
     """0: no answer was wrong, no process came or went, and nothing that is counted grew."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak")
@@ -260,7 +251,7 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     from tests.engine.engines import model
     from tests.engine.servers import Server
-    from tests.faults.suite import machine
+    from tests.faults.suite import keep, machine
 
     scratch = Path(tempfile.mkdtemp(prefix="soak"))
     serve = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
@@ -281,9 +272,7 @@ def main():
     }
     print(markdown(kept))
     if options.keep:
-        (KEPT / "soak.json").write_text(json.dumps(kept, indent=1) + "\n")
-        file = KEPT / "README.md"
-        file.write_text(page(file.read_text(), kept))
+        keep("soak", kept, markdown(kept))
     grown = [
         row for row in kept["rows"] if any(row["last"][k] > n for k, n in row["first"].items())
     ]

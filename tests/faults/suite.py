@@ -22,7 +22,6 @@ STREAMS = 32
 KEPT = Path(__file__).parent
 """Where the found is kept, and the page that shows it."""
 BAD = ("hung", "wrong", "leaked", "unclear")
-BEGIN, END = "<!-- faults: generated -->", "<!-- /faults -->"
 
 
 def scenarios(kinds, seed, scale):
@@ -49,14 +48,15 @@ def judge(kind, outcome, expected):
         return "unclear", outcome["shutdown"]
     error = outcome["error"] or ("killed" if outcome["exit"] == -9 else "")
     if error:
-        clear = kind.ends and re.search(kind.ends, error)
+        allowed = kind.ends or kind.may_end
+        clear = allowed and re.search(allowed, error)
         return "error" if clear else "unclear", error
     if outcome["exit"]:
         return "unclear", f"exit status {outcome['exit']} without a word"
     whole = {r: tokens for r, tokens in outcome["tokens"].items() if r not in outcome["aborted"]}
     if any(len(tokens) != len(expected[r]) for r, tokens in whole.items()):
         return "wrong", "a request is short of tokens"
-    if kind.must_end and outcome["injected"]:
+    if kind.ends and outcome["injected"]:
         return "unclear", "the engine did not notice"
     return "recovered", ""
 
@@ -127,17 +127,18 @@ def markdown(kept):
     return "\n".join(lines)
 
 
-def page(text, kept):
-    """README.md with this table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
+def page(text, name, table):
+    """README.md with this table of ``name``."""
+    begin, end = f"<!-- {name}: generated -->", f"<!-- /{name} -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
 
 
-def keep(kept):
-    """Write faults.json and the page."""
-    (KEPT / "faults.json").write_text(json.dumps(kept, indent=1) + "\n")
+def keep(name, kept, table):
+    """Write ``name``'s .json, and its table into the page."""
+    (KEPT / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
     file = KEPT / "README.md"
-    file.write_text(page(file.read_text(), kept))
+    file.write_text(page(file.read_text(), name, table))
 
 
 def machine():
@@ -170,14 +171,13 @@ def main():
         took = f"{time.monotonic() - began:7.1f} s {verdict:9} x{outcome['injected']}"
         print(took, f"{kind.name}: {why[:300]}", flush=True)
 
-    file = KEPT / "faults.json"
-    kept = {"stock": {}} | json.loads(file.read_text())
+    kept = {"stock": {}} | json.loads((KEPT / "faults.json").read_text())
     if options.stock:
         for name, said in in_stock(options):
             print(f"{name}: {stock.cell(said)}", flush=True)
             kept["stock"][name] = said
             if options.keep:
-                keep(kept)
+                keep("faults", kept, markdown(kept))
         return 0
     kinds = [kind for kind in KINDS if re.search(options.only, kind.name)]
     asked = scenarios(kinds, options.seed, options.scale)
@@ -203,5 +203,6 @@ def main():
             rows = [others[name] for name in names if name in others]
         today = time.strftime("%Y-%m-%d")
         found = {"seed": options.seed, "machine": machine(), "date": today, "rows": rows}
-        keep(found | {"stock": kept["stock"]})
+        found["stock"] = kept["stock"]
+        keep("faults", found, markdown(found))
     return int(any(sums[key] for key in BAD))

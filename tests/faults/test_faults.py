@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 from tests.engine.forks import Forked
-from tests.faults import clients, soak, week
+from tests.faults import clients, soak, suite, week
 from tests.faults.kinds import KINDS
-from tests.faults.suite import BAD, BEGIN, END, KEPT, STREAMS, page
+from tests.faults.suite import BAD, KEPT, STREAMS, page
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -64,25 +64,22 @@ def run(log, file, arguments):
     return json.loads(re.search(r"^SUMS (.*)$", log.read_text(), re.MULTILINE)[1])
 
 
+def documented(name, of):
+    """What is kept of ``name``; it is what the page shows."""
+    text, kept = (KEPT / "README.md").read_text(), json.loads((KEPT / f"{name}.json").read_text())
+    assert page(text, name, of.markdown(kept)) == text
+    return kept
+
+
 def test_the_documented_table_is_what_was_found():
-    text = (KEPT / "README.md").read_text()
-    kept = json.loads((KEPT / "faults.json").read_text())
-    assert BEGIN in text
-    assert END in text
-    assert page(text, kept) == text
-    assert {row["kind"] for row in kept["rows"]} == {
-        *(kind.name for kind in KINDS),
-        *clients.KINDS,
-    }
-    assert len(kept["rows"]) >= 20
+    kept = documented("faults", suite)
+    assert {row["kind"] for row in kept["rows"]} == {*(kind.name for kind in KINDS), *clients.KINDS}
     assert sum(row["injected"] for row in kept["rows"]) >= 500
     assert not any(row[key] for row in kept["rows"] for key in BAD)
 
 
 def test_the_documented_soak_is_what_was_found():
-    text = (KEPT / "README.md").read_text()
-    kept = json.loads((KEPT / "soak.json").read_text())
-    assert soak.page(text, kept) == text
+    kept = documented("soak", soak)
     assert kept["minutes"] >= 30
     assert "WRONG" not in kept["ends"]
     for row in kept["rows"]:
@@ -90,9 +87,7 @@ def test_the_documented_soak_is_what_was_found():
 
 
 def test_the_documented_week_is_what_was_found():
-    text = (KEPT / "README.md").read_text()
-    kept = json.loads((KEPT / "week.json").read_text())
-    assert week.page(text, kept) == text
+    kept = documented("week", week)
     assert not week.grown(kept["looks"])
     assert not week.slowed(kept["looks"])
     assert kept["counts"]["done"] + kept["counts"]["aborted"] == kept["requests"]

@@ -28,22 +28,11 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-KEPT = Path(__file__).parent
-BEGIN, END = "<!-- week: generated -->", "<!-- /week -->"
 STREAMS = 32
 LENGTHS = (1, 2, 4, 8, 32)
-FAULTS = {
-    "kill": 16,
-    "stop": 6,
-    "term": 2,
-    "hold": 1,
-    "pause": 1,
-    "clock": 2,
-    "rotate": 2,
-    "memory": 1,
-    "fill": 1,
-}
-"""What is done, and how often of 32. The first four are deaths and stops of one sampler."""
+FAULTS = {"kill": 16, "stop": 6, "term": 2, "hold": 1}
+FAULTS |= {"pause": 1, "clock": 2, "rotate": 2, "memory": 1, "fill": 1}
+"""What is done, and how often of 32; the first of one sampler."""
 MOMENT = 0.05
 """Seconds for which somebody is stopped, or is without memory."""
 SETTLED, REST = 30.0, 1.0
@@ -120,13 +109,8 @@ class Week:
         known = self._known[number % STREAMS]
         params = known.sampling_params.clone()
         params.max_tokens = length = min(params.max_tokens, self._chances.choice(LENGTHS))
-        request = Request(
-            str(number),
-            known.prompt_token_ids,
-            params,
-            pooling_params=None,
-            block_hasher=known._block_hasher,
-        )
+        more = {"pooling_params": None, "block_hasher": known._block_hasher}
+        request = Request(str(number), known.prompt_token_ids, params, **more)
         ends = self._chances.randrange(length) if self._chances.random() < 0.1 else -1
         expected = self._asked["expected"][known.request_id][:length]
         self._live[request.request_id] = [request, expected, [], ends]
@@ -317,12 +301,6 @@ WORDS = {
 }
 
 
-def page(text, kept):
-    """README.md with this table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
-
-
 def grown(looks):
     """What is counted and is more in the last look than in the first; memory by a tenth and 8 MiB."""
     first, last = looks[0], looks[-1]
@@ -355,7 +333,7 @@ def main():
     options = parser.parse_args()
     from tests.faults.kinds import scenario
     from tests.faults.rig import run_all
-    from tests.faults.suite import machine
+    from tests.faults.suite import keep, machine
 
     asked = {name: getattr(options, name) for name in ("requests", "faults", "seed", "parts")}
     asked["progress"] = os.dup(2)
@@ -385,9 +363,7 @@ def main():
     print(*bad, found["said"].get("trace", ""), sep="\n")
     print(f"SUMS {json.dumps(kept['counts'] | {'bad': len(bad)})}")
     if options.keep and not bad:
-        (KEPT / "week.json").write_text(json.dumps(kept, indent=1) + "\n")
-        file = KEPT / "README.md"
-        file.write_text(page(file.read_text(), kept))
+        keep("week", kept, markdown(kept))
     return int(bool(bad))
 
 

@@ -1,6 +1,5 @@
 """What the KV cache manager is asked shortly it answers as vLLM's own does, in every history."""
 
-import random
 from unittest.mock import Mock, patch
 
 import pytest
@@ -15,7 +14,6 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from sipipe.engine.scheduling import scheduler
 from sipipe.engine.scheduling.blocks import answer_shortly
 
-Chance = random.Random
 __all__ = ["configs", "model"]
 OURS = pytest.mark.parametrize(
     "ours", [scheduler.PipelineScheduler, scheduler.AsyncPipelineScheduler]
@@ -56,10 +54,8 @@ def test_answers_are_vllms_own(configs, ours, stages, requests, blocks):
 
     for number, (prompt, new, steps) in enumerate(requests):
         # Of three two begin alike: blocks are found in the cache.
-        seed = "alike" if number % 3 else number
-        with patch.object(random, "Random", lambda _, seed=seed: Chance(seed)):
-            for engine in engines:
-                engine.add(f"r{number}", prompt, new)
+        for engine in engines:
+            engine.add(f"r{number}", prompt, new, seed="alike" if number % 3 else number)
         both(steps)
     both(300)
     for engine in engines:
@@ -77,8 +73,7 @@ def test_most_rows_ask_nothing(configs, ours):
         asked.side_effect = type(manager.coordinator).get_num_blocks_to_allocate.__get__(
             manager.coordinator
         )
-        for number in range(8):
-            engine.add(f"r{number}", 5, 10 * BLOCK)
+        engine.add_all("r", 8, 5, 10 * BLOCK)
         engine.run()
     rows = sum(map(len, engine.batches))
     assert asked.call_count < rows / 7, "two of a block's sixteen tokens"

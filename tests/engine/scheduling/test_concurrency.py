@@ -6,6 +6,7 @@ import random
 
 import pytest
 from benchmarks.simulator.rules import visit
+from tests.engine.scheduling.test_policy import counts
 
 from sipipe.engine.scheduling.concurrency import HOLD, ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
@@ -171,10 +172,6 @@ def test_without_measurements_all_slots_are_open():
     for batch in [8, 16, 32] * 20:
         taken(controller, batch, [2e-4 + 1e-4 * batch] * 2, 1e-4)
     assert controller.price(32) == pytest.approx(1e-4 / 3.4e-3, rel=0.02)
-
-
-def counts(policy: SlotPolicy) -> tuple[int, ...]:
-    return tuple(list(policy.slot_of.values()).count(slot) for slot in range(policy.slots))
 
 
 def test_a_policy_closes_and_opens_slots_as_the_pace_says():

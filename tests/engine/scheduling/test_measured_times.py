@@ -31,6 +31,13 @@ class Processes:
         """Of two stages' decodes, of their output projections, between the last stage and the first."""
         return self.controller.times.seconds(Load(1, rows))[2 + process]
 
+    def went(self, number, batch, forward):
+        """An iteration took so many nanoseconds on each stage, and is drawn."""
+        for stage, taken in zip(self.stages, forward, strict=True):
+            stage.phase(Phase.FORWARD, number, 0, int(taken), batch, batch)
+        self.executor.phase(Phase.UPDATE, number, 0, 1 * MS, batch, batch)
+        self.executor.phase(Phase.GATHER, number, 0, 0, batch, batch)
+
     def expect(self, number, batch, pairs=0.0):
         """An iteration of ``batch`` decoding sequences, or of as many prompt tokens, is dispatched."""
         load = Load(1, 0, batch, 0, pairs) if pairs else Load(1, batch)
@@ -114,10 +121,7 @@ def test_what_no_phase_has_is_seen(engine, formed, pauses):
     """With one microbatch alone, and with more that leave the slowest stage room; in pauses not."""
     engine.controller.formed, now = formed, time.monotonic()
     for i in range(150):
-        for index in range(2):
-            engine.stages[index].phase(Phase.FORWARD, i, 0, 10 * MS, 8, 8)
-        engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, 8, 8)
-        engine.executor.phase(Phase.GATHER, i, 0, 0, 8, 8)
+        engine.went(i, 8, [10 * MS] * 2)
         if i % formed == 0:  # they come back one behind the other, then there is nothing to do
             now += 45e-3
         if pauses and i % 10 == 0:
@@ -134,9 +138,7 @@ def test_parts_of_a_shared_projection_are_side_by_side(engine):
         engine.controller.formed = 1 if i else 3  # the first poll only begins to count
         for index in range(2):
             engine.stages[index].phase(Phase.LOGITS, i, 0, (9 + 3 * index) * MS, batch, batch)
-            engine.stages[index].phase(Phase.FORWARD, i, 0, 4 * MS, batch, batch)
-        engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, batch, batch)
-        engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
+        engine.went(i, batch, [4 * MS] * 2)
         engine.poll(now=i * 21e-3)
     found = engine.controller
     assert engine.seconds(3, 32) == pytest.approx(12e-3, rel=0.05)
@@ -154,10 +156,7 @@ def paced(engine, sequences, stages, unseen, batches):
         k = engine.controller.microbatches(sequences)
         batch = -(-sequences // k)
         taken = [fixed + each * batch for fixed, each in stages]
-        for stage, seconds in zip(engine.stages, taken, strict=True):
-            stage.phase(Phase.FORWARD, i, 0, int(seconds * 1e9), batch, batch)
-        engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, batch, batch)
-        engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
+        engine.went(i, batch, [seconds * 1e9 for seconds in taken])
         engine.now += max(sum(taken) + unseen + 1e-3, k * max(taken)) / k
         engine.poll(now=engine.now)
         formed.append(k)

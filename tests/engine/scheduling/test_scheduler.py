@@ -11,6 +11,7 @@ import itertools
 import random
 import zlib
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -109,8 +110,9 @@ class Engine:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, id: str, prompt: int, output: int, **options) -> Request:
-        rng = random.Random(id)
+    def add(self, id: str, prompt: int, output: int, seed=None, **options) -> Request:
+        """Prompts of one ``seed`` begin alike; else each has its own."""
+        rng = random.Random(id if seed is None else seed)
         request = Request(
             request_id=id,
             prompt_token_ids=[rng.randrange(1000) for _ in range(prompt)],
@@ -122,6 +124,10 @@ class Engine:
         self.scheduler.add_request(request)
         self.tokens[id] = []
         return request
+
+    def add_all(self, letter: str, count: int, prompt: int, output: int) -> None:
+        for index in range(count):
+            self.add(f"{letter}{index}", prompt, output)
 
     def step(self):
         """EngineCore.step_with_batch_queue, with results that come when they are waited for."""
@@ -163,29 +169,16 @@ class Engine:
         raise AssertionError(f"unfinished after {most} steps")
 
     def _complete(self, batch) -> None:
-        ids = list(batch.num_scheduled_tokens)
-        computed = dict(
-            zip(
-                batch.scheduled_cached_reqs.req_ids,
-                batch.scheduled_cached_reqs.num_computed_tokens,
-                strict=True,
-            )
-        )
+        cached = batch.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in batch.scheduled_new_reqs}
-        sampled = []
-        for id in ids:
+        sampled = {}
+        for id, count in batch.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(id)
-            end = computed[id] + batch.num_scheduled_tokens[id]
+            end = computed[id] + count
             known = request.num_tokens if request else 0
-            sampled.append([self._token(request, end)] if request and end >= known else [])
-        outputs = self.scheduler.update_from_output(
-            batch,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={id: index for index, id in enumerate(ids)},
-                sampled_token_ids=sampled,
-            ),
-        )
+            sampled[id] = [self._token(request, end)] if request and end >= known else []
+        outputs = self.scheduler.update_from_output(batch, _drawn(sampled))
         for client in outputs.values():
             for output in client.outputs:
                 self.tokens[output.request_id].extend(output.new_token_ids)
@@ -193,6 +186,14 @@ class Engine:
     @staticmethod
     def _token(request, position: int) -> int:
         return zlib.crc32(f"{request.request_id} {position}".encode()) % 1000
+
+
+def _drawn(tokens: dict[str, list[int]]) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=[*tokens],
+        req_id_to_index={id: index for index, id in enumerate(tokens)},
+        sampled_token_ids=[*tokens.values()],
+    )
 
 
 def _sizes(engine, last):
@@ -206,8 +207,7 @@ def test_requests_at_once_run_in_even_microbatches(ours, configs, stages):
     for engine in (mine, stock):
         engine.add("first", 6, 60)
         engine.step()
-        for index in range(63):
-            engine.add(f"r{index}", 6, 60)
+        engine.add_all("r", 63, 6, 60)
         engine.steps(30)
     assert max(_sizes(mine, 2 * stages)) - min(_sizes(mine, 2 * stages)) <= 1
     assert max(_sizes(stock, 2 * stages)) - min(_sizes(stock, 2 * stages)) > 32
@@ -243,18 +243,13 @@ def _random_run(cls, config, seed, *, blocks, steps=600, aborts=True, priorities
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    ("stages", "blocks", "policy"),
-    [(2, 2000, "fcfs"), (4, 60, "fcfs"), (3, 60, "priority")],
+    ("stages", "blocks", "policy"), [(2, 2000, "fcfs"), (4, 60, "fcfs"), (3, 60, "priority")]
 )
 def test_random_histories_give_the_tokens_of_stock(ours, configs, seed, stages, blocks, policy):
     config = configs(stages, scheduling_policy=policy)
-    priorities = policy == "priority"
-    mine, tokens = _random_run(
-        ours, config, seed, blocks=blocks, aborts=False, priorities=priorities
-    )
-    _, expected = _random_run(
-        Scheduler, config, seed, blocks=blocks, aborts=False, priorities=priorities
-    )
+    how = {"blocks": blocks, "aborts": False, "priorities": policy == "priority"}
+    mine, tokens = _random_run(ours, config, seed, **how)
+    _, expected = _random_run(Scheduler, config, seed, **how)
     assert tokens == expected
     if blocks < 100:
         assert mine.preempted, "the cache was meant to run out"
@@ -369,8 +364,7 @@ def test_a_long_prompt_ahead_does_not_starve_decodes_behind_it(ours, configs):
     config = configs(2, long_prefill_token_threshold=64)
     engine = Engine(ours, config)
     engine.add("long", 900, 4)
-    for index in range(8):
-        engine.add(f"short{index}", 2, 50)
+    engine.add_all("short", 8, 2, 50)
     engine.steps(8)
     assert engine.scheduler.requests["long"].is_prefill_chunk
     for batch in engine.batches[-2:]:
@@ -385,8 +379,7 @@ def _chunks(engine, id, before):
 
 def test_prefill_is_spread_over_the_microbatches_in_equal_times(ours, configs):
     engine = Engine(ours, configs(4))
-    for index in range(8):
-        engine.add(f"d{index}", 2, 500)
+    engine.add_all("d", 8, 2, 500)
     engine.steps(16)
     engine.add("long", 800, 4)
     before = len(engine.batches)
@@ -417,8 +410,7 @@ def test_chunks_of_one_prompt_are_in_consecutive_microbatches(ours, configs, sta
 
 def _long_and_decoding(engine, prompt=900, **options):
     """Eight sequences decode, and a long prompt comes; its chunks."""
-    for index in range(8):
-        engine.add(f"d{index}", 2, 120)
+    engine.add_all("d", 8, 2, 120)
     engine.steps(16)
     before = len(engine.batches)
     engine.add("long", prompt, 4, **options)
@@ -458,20 +450,13 @@ def test_multi_modal_items_that_must_stay_whole_do(ours, configs, stages, whole)
     engine = Engine(ours, configs(stages, disable_chunked_mm_input=whole))
     engine.scheduler.max_num_encoder_input_tokens = 1024
     engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=2048)
-    places = [PlaceholderRange(offset, 300) for offset in (50, 400)]
+    image = partial(MultiModalFeatureSpec, data=None, modality="image")
     features = [
-        MultiModalFeatureSpec(
-            data=None, modality="image", identifier=str(place.offset), mm_position=place
-        )
-        for place in places
+        image(identifier=str(offset), mm_position=PlaceholderRange(offset, 300))
+        for offset in (50, 400)
     ]
     chunks = _long_and_decoding(engine, mm_features=features)
-    cut = [
-        start
-        for start, _ in chunks
-        for place in places
-        if place.offset < start < place.offset + place.length
-    ]
+    cut = [start for start, _ in chunks if 50 < start < 350 or 400 < start < 700]
     assert bool(cut) is not whole, chunks
     assert sum(tokens for _, tokens in chunks) == 900
 
@@ -480,8 +465,7 @@ def test_multi_modal_items_that_must_stay_whole_do(ours, configs, stages, whole)
 def test_a_long_prompt_that_leaves_between_chunks_delays_nobody(ours, configs, leaves):
     config = configs(4)
     engine = Engine(ours, config)
-    for index in range(8):
-        engine.add(f"d{index}", 2, 120)
+    engine.add_all("d", 8, 2, 120)
     engine.steps(16)
     long = engine.add("long", 900, 4)
     engine.steps(2)
@@ -503,8 +487,7 @@ def test_a_long_prompt_that_leaves_between_chunks_delays_nobody(ours, configs, l
 def test_no_prompt_starts_while_the_cache_runs_out_though_another_goes_on(ours, configs):
     engine = Engine(ours, configs(2), blocks=160)
     engine.scheduler._policy._throttle._settings = MicrobatchSettings(kv_reserve=0.8)
-    for index in range(4):
-        engine.add(f"d{index}", 30, 60)
+    engine.add_all("d", 4, 30, 60)
     engine.steps(16)
     engine.add("long", 900, 4)
     while engine.scheduler.kv_cache_manager.usage < 0.2:
@@ -527,8 +510,7 @@ def test_what_waits_behind_a_prompt_that_may_not_start_is_not_looked_at(ours, co
         "get_computed_blocks",
         lambda request, *more: looked.append(request.request_id) or look(request, *more),
     )
-    for index in range(40):
-        engine.add(f"r{index}", 100, 4)
+    engine.add_all("r", 40, 100, 4)
     most = 0
     while engine.scheduler.waiting:
         looked.clear()
@@ -561,8 +543,7 @@ def test_requests_that_cannot_run_yet_are_not_about_to_arrive(ours, configs, mon
     monkeypatch.setattr(
         engine.scheduler._policy, "visit", lambda *a, **k: told.append(k) or visit(*a, **k)
     )
-    for index in range(7):
-        engine.add(f"r{index}", 6, 200)
+    engine.add_all("r", 7, 6, 200)
     engine.steps(30)
     assert (len(engine.scheduler.running), len(engine.scheduler.waiting)) == (4, 3)
     assert told[0]["arriving"] == 4
@@ -571,18 +552,10 @@ def test_requests_that_cannot_run_yet_are_not_about_to_arrive(ours, configs, mon
 
 def test_prefix_cache_hits_are_used(ours, configs):
     engine = Engine(ours, configs(2))
-    request = engine.add("a", 320, 4)
+    engine.add("a", 320, 4)
     engine.run()
-    again = Request(
-        request_id="b",
-        prompt_token_ids=list(request.prompt_token_ids),
-        sampling_params=SamplingParams(max_tokens=4, ignore_eos=True),
-        pooling_params=None,
-        block_hasher=engine.hasher,
-    )
-    engine.scheduler.add_request(again)
-    engine.tokens["b"] = []
     before = len(engine.batches)
+    engine.add("b", 320, 4, seed="a")
     engine.run()
     assert sum(batch.get("b", 0) for batch in engine.batches[before:]) <= BLOCK + 4
     assert len(engine.tokens["b"]) == 4
@@ -592,13 +565,8 @@ def test_adapters_stay_within_their_limit_and_none_starves(ours, configs):
     config = configs(2, enable_lora=True, max_loras=1, max_lora_rank=8)
     engine = Engine(ours, config)
     for index in range(24):
-        adapter = index % 3
-        engine.add(
-            f"r{index}",
-            5,
-            20,
-            lora_request=LoRARequest(f"adapter{adapter}", adapter + 1, "nowhere"),
-        )
+        adapter = LoRARequest(f"adapter{index % 3}", index % 3 + 1, "nowhere")
+        engine.add(f"r{index}", 5, 20, lora_request=adapter)
     while engine.scheduler.has_requests() or engine.queue:
         output = engine.step()
         if output is not None:
@@ -636,10 +604,7 @@ def test_blocks_are_zeroed_for_who_has_them_next_once_a_request_has_failed(confi
         return output
 
     def update(output, id, tokens):
-        engine.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(req_ids=[id], req_id_to_index={id: 0}, sampled_token_ids=[tokens]),
-        )
+        engine.scheduler.update_from_output(output, _drawn({id: tokens}))
 
     good = schedule("good")
     update(good, "good", [5])

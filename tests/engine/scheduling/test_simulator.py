@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 from benchmarks.scheduling import COUNTED, SEEDS, TRACES, at_load, worst_ratio
 from benchmarks.simulator.engine_model import EngineModel
-from benchmarks.simulator.rules import (
-    DynamicChunksRule,
-    Rule,
-    SlotRule,
-    TokenThrottlingRule,
-)
+from benchmarks.simulator.rules import DynamicChunksRule, Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import StageCosts, simulate
-from benchmarks.simulator.workload import (
-    Arrival,
-    bursty_trace,
-    load_trace,
-    poisson_trace,
-)
+from benchmarks.simulator.workload import Arrival, bursty_trace, load_trace, poisson_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

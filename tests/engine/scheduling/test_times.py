@@ -106,12 +106,7 @@ def test_times_without_a_rule_are_not_believed():
     assert not times.sure(0)
 
 
-prices = st.builds(
-    Prices,
-    *[st.floats(0, 1e3)] * 2,
-    st.floats(1e-9, 1e3),
-    *[st.floats(0, 1)] * 2,
-)
+prices = st.builds(Prices, *[st.floats(0, 1e3)] * 2, st.floats(1e-9, 1e3), *[st.floats(0, 1)] * 2)
 
 
 @given(prices, st.integers(0, 1 << 20), st.integers(1, 1 << 20))
