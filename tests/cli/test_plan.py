@@ -179,36 +179,39 @@ def test_a_cpu_is_one_device_whose_cache_gets_the_engines_share(capsys):
     assert row["kv_tokens"] == int(room // found["model"]["kv_bytes_per_token"])
 
 
+ON = "llama-3.1-8b --gpu h100"
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "MODEL is missing"),
-        (("llama-3.1-8b",), "--gpu is missing"),
-        (("llama-9", "--gpu", "h100"), "did you mean llama-3.1-8b"),
-        (("llama-3.1-8b", "--gpu", "h101"), "--gpu: unknown device 'h101'"),
-        (("llama-3.1-8b", "--gpu", "h100", "--hosts", "0"), "--hosts"),
-        (("llama-3.1-8b", "--gpu", "h100", "--tpot-slo", "50"), "--tpot-slo"),
-        (("llama-3.1-8b", "--gpu", "h100", "--network", "fast"), "--network"),
-        (("llama-3.1-8b", "--gpu", "h100", "--input", "-1"), "--input"),
-        (("llama-3.1-8b", "--gpu", "h100", "--input", "200000"), "context length"),
-        (("llama-3.1-8b", "--gpu", "h100", "--memory", "nan"), "--memory"),
-        (("llama-3.1-8b", "--gpu", "h100", "--memory", "1e308"), "--memory"),
-        (("llama-3.1-8b", "--gpu", "h100", "--hosts", "999999999"), "from 1 to 4096"),
-        (("llama-3.1-8b", "--gpu", "h100", "--weight-bits", "1e-300"), "--weight-bits"),
-        (("llama-3.1-8b", "--gpu", "h100", "--assume", "efficiency.workspace_gib=1e308"), "not"),
-        (("llama-3.1-8b", "--gpu", "h100", "--kv-cache-dtype", "int2"), "--kv-cache-dtype"),
-        (("llama-3.1-8b", "--gpu", "h100", "--baseline", "none"), "--baseline"),
-        (("llama-3.1-8b", "--gpu", "h100", "--samplers", "1000"), "a host of 96 cores has 86 left"),
-        (("llama-3.1-8b", "--gpu", "h100", "--sampling", "greedy,beam"), "unknown sampling 'beam'"),
-        (("llama-3.1-8b", "--gpu", "h100", "--assume", "loop.unevn=1"), "did you mean loop.uneven"),
-        (("llama-3.1-8b", "--gpu", "h100", "--assume", "loop.uneven=x"), "loop.uneven: must be"),
-        (("llama-3.1-8b", "--gpu", "h100", "--assume", "efficiency.memory=0"), "above 0, not"),
-        (("llama-3.1-8b", "--gpu", "h100", "--gpu-memory-utilization", "2"), "--gpu-memory-util"),
-        (("/no/config.json", "--gpu", "h100"), "cannot read /no/config.json"),
+        ("", "MODEL is missing"),
+        ("llama-3.1-8b", "--gpu is missing"),
+        ("llama-9 --gpu h100", "did you mean llama-3.1-8b"),
+        ("llama-3.1-8b --gpu h101", "--gpu: unknown device 'h101' (known: "),
+        (f"{ON} --hosts 0", "--hosts"),
+        (f"{ON} --tpot-slo 50", "--tpot-slo"),
+        (f"{ON} --network fast", "--network"),
+        (f"{ON} --input -1", "--input"),
+        (f"{ON} --input 200000", "context length"),
+        (f"{ON} --memory nan", "--memory"),
+        (f"{ON} --memory 1e308", "--memory"),
+        (f"{ON} --hosts 999999999", "from 1 to 4096"),
+        (f"{ON} --weight-bits 1e-300", "--weight-bits"),
+        (f"{ON} --assume efficiency.workspace_gib=1e308", "not"),
+        (f"{ON} --kv-cache-dtype int2", "--kv-cache-dtype"),
+        (f"{ON} --baseline none", "--baseline: unknown engine 'none' (known: "),
+        (f"{ON} --samplers 1000", "--samplers 1000: a host of 96 cores has 86 left"),
+        (f"{ON} --sampling greedy,beam", "--sampling: unknown sampling 'beam' (known: "),
+        (f"{ON} --assume loop.unevn=1", "did you mean loop.uneven"),
+        (f"{ON} --assume loop.uneven=x", "loop.uneven: must be"),
+        (f"{ON} --assume efficiency.memory=0", "above 0, not"),
+        (f"{ON} --gpu-memory-utilization 2", "--gpu-memory-util"),
+        ("/no/config.json --gpu h100", "cannot read /no/config.json"),
     ],
 )
 def test_a_mistake_gets_one_line(capsys, arguments, named):
-    assert main(["plan", *arguments]) == 2
+    assert main(["plan", *arguments.split()]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert error.count("\n") == 1

@@ -186,10 +186,6 @@ def test_nested_text_config_and_unreadable_files(tmp_path):
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
     with pytest.raises(ConfigError, match="not JSON"):
         load_model(str(tmp_path))
-    with pytest.raises(ConfigError, match="cannot read"):
-        load_model(str(tmp_path / "other.json"))
-    with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
-        load_model("llama-3.1-8bb")
 
 
 @pytest.mark.parametrize("model", ["~nobody-of-that-name/model", "x" * 300])
