@@ -4,7 +4,6 @@ on the CPU kernels of the one that .venv has (scripts/newer_vllm.py).
 The tests are those of the other files, in a pytest of their own whose PYTHONPATH has that vLLM.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -15,10 +14,11 @@ from pathlib import Path
 import pytest
 from benchmarks.make_model.checkpoint import make_model
 
+from tests.load import load
+
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "newer_vllm.py"
 
 SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
 ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
@@ -42,9 +42,7 @@ ALL = {
 
 @pytest.fixture(scope="module")
 def newer():
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load("scripts", "newer_vllm.py")
     try:
         made = script.make()
     except script.UnavailableError as error:

@@ -2,23 +2,18 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.ipc.link.conftest import free_port
+from tests.load import load
 
 aiohttp = pytest.importorskip("aiohttp")
-FILE = Path(__file__).parents[1] / "deploy" / "prefill_router.py"
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("prefill_router", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def router():
+    return load("deploy", "prefill_router.py")
 
 
 class StandIn:
@@ -73,7 +68,7 @@ class Running:
         await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
 
     async def __aenter__(self):
-        module, self.engines, kinds = load(), {}, []
+        module, self.engines, kinds = router(), {}, []
         for kind, names in zip(("prefill", "decode"), self.names, strict=True):
             addresses = []
             for name in names:
@@ -259,7 +254,7 @@ def test_an_engine_that_ends_an_idle_connection_just_then_is_not_gone():
         writer.close()
 
     async def check():
-        module, port = load(), free_port()
+        module, port = router(), free_port()
         engine = await asyncio.start_server(once, "127.0.0.1", free_port())
         address = f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}"
         kinds = module.Engines("prefill", [address]), module.Engines("decode", [address])
