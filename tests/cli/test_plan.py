@@ -18,34 +18,20 @@ def plan(capsys, *arguments):
     return status, out
 
 
-def test_table_of_the_issues_example(capsys):
-    status, out = plan(
-        capsys,
-        *("llama-3.1-70b", "--gpu", "H100", "--hosts", "2", "--gpus-per-host", "8"),
-        *("--tpot-slo", "50ms", "--input", "1000", "--output", "300"),
-    )
-    assert status == 0
-    assert "70.6B parameters, 80 layers, 320 KiB of KV cache a token" in out
-    assert "ruled out: P16T1 sipipe: TPOT" in out
-    assert "over the budget of 50 ms" in out
+def test_what_is_recommended_is_the_first_row_and_has_a_command_for_each_host(capsys):
+    _, out = plan(capsys, "llama-3.1-70b", *HOSTS, "--tpot-slo", "50ms")
     assert "run on a GPU" not in out
     greedy, everything = out.split("sampling: ")[1:]
     for part in (greedy, everything):
-        commands = [
-            words for line in part.splitlines() if (words := line.split())[1:2] == ["serve"]
-        ]
+        lines = [line.split() for line in part.splitlines()]
+        commands = [words for words in lines if words[1:2] == ["serve"]]
         assert len(commands) == 2
         degrees = [commands[0][commands[0].index(name) + 1] for name in ("-pp", "-tp")]
-        header, *lines = part.splitlines()[1:]
-        assert "KV tokens" in header
-        rows = [line.split() for line in lines[: len(lines) - 1] if ";" in line and "-" in line]
-        rows = [row for row in rows if row[0] in ("sipipe", "vllm-async")]
-        assert rows[0][1:3] == degrees
-        rates = [float(row[3].replace(",", "")) for row in rows]
-        assert rates == sorted(rates, reverse=True)
-        assert ("SiPipe, " if rows[0][0] == "sipipe" else "stock vLLM") in part.split("fastest: ")[
-            1
-        ]
+        rows = [words for words in lines if words[:1] in (["sipipe"], ["vllm-async"])]
+        first = rows[0]
+        assert first[1:3] == degrees
+        fastest = part.split("fastest: ")[1]
+        assert fastest.startswith("SiPipe, " if first[0] == "sipipe" else "stock vLLM")
 
 
 def test_stock_wins_by_name(capsys):
