@@ -29,14 +29,7 @@ def test_every_key_says_what_it_may_be(key):
     assert "must be one of ," not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cpu_sampling",
-        "scheduler",
-        "transport",
-    ],
-)
+@pytest.mark.parametrize("name", ["cpu_sampling", "scheduler", "transport"])
 def test_declared_choices_are_the_accepted_ones(name):
     for choice in get_args(get_type_hints(SiPipeConfig)[name]):
         assert getattr(parse(**{name: choice}), name) == choice
