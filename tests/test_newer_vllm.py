@@ -100,12 +100,7 @@ def test_bench_measures_both_sides(newer, models):
     command = [sys.executable, "-m", "sipipe", "bench", str(path), "--pp", "2", "--json"]
     command += ["--rows", "sipipe,stock", "--sampling", "greedy", "--engines", "1"]
     command += ["--repeat", "1", "--requests", "8", "--tokens", "8", "--max-model-len", "512"]
-    done = subprocess.run(
-        command,
-        env={**environment(newer), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**environment(newer), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     assert json.loads(done.stdout)

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,10 +50,7 @@ def test_two_runs_of_one_engine_are_named_by_their_directories(
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "[other]"):
-        directory = tmp_path / name / "trace"
-        directory.mkdir(parents=True)
-        for file in (example / "stock").glob(f"*{SUFFIX}"):
-            (directory / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(example / "stock", tmp_path / name / "trace")
     compared = ["one/trace", "--against", "[other]/trace", "--output", "x.html"]
     assert main(["trace", "report", *compared]) == 0
     out = capsys.readouterr().out
@@ -160,9 +158,7 @@ def test_mistakes_get_one_line(example, capsys, arguments, status, message):
 
 
 def test_a_foreign_file_is_one_line_and_the_rest_is_used(example, tmp_path, capsys):
-    for file in (example / "stock").iterdir():
-        if file.suffix == SUFFIX:
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(example / "stock", tmp_path, dirs_exist_ok=True)
     (tmp_path / f"foreign{SUFFIX}").write_bytes(b"something else entirely")
     assert main(["trace", "report", str(tmp_path), "--json"]) == 0
     shown = capsys.readouterr()
@@ -187,10 +183,14 @@ def server(monkeypatch):
     page.close()
 
 
+def top_once(server, capsys, *more):
+    pid = str(server.header.pid)
+    assert main(["top", "--once", "--interval", "0.1", "--pid", pid, *more]) == 0
+    return capsys.readouterr().out
+
+
 def test_top_once(server, capsys):
-    pid = ["--pid", str(server.header.pid)]
-    assert main(["top", "--once", "--interval", "0.1", *pid]) == 0
-    out = capsys.readouterr().out
+    out = top_once(server, capsys)
     for text in ("tiny-llama", "running 12", "in flight 0/3", "sampler", "device"):
         assert text in out
 
@@ -206,8 +206,7 @@ def test_top_cuts_nothing_at_80_columns(server, capsys, monkeypatch):
     executor.add(Word.TTFT_NS, 5 * 10**10)
     for word in (Word.RUNNING, Word.WAITING, Word.INFLIGHT):
         executor.set(word, 2048)
-    assert main(["top", "--once", "--interval", "0.1", "--pid", str(server.header.pid)]) == 0
-    out = capsys.readouterr().out
+    out = top_once(server, capsys)
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
     for whole in ("TPOT", "waiting 2048", "queue", "Ctrl-C"):
@@ -228,9 +227,7 @@ def test_the_first_view_is_of_a_whole_interval(server, monkeypatch):
 
 
 def test_top_json(server, capsys):
-    pid = ["--pid", str(server.header.pid)]
-    assert main(["top", "--once", "--json", "--interval", "0.1", *pid]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(top_once(server, capsys, "--json"))
     assert found["model"] == "tiny-llama"
     assert [s["iteration"] for s in found["stages"]] == [7, 7]
 
