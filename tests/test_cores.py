@@ -126,14 +126,6 @@ def test_gpu_workers_get_cores_of_their_gpus_node():
     assert [{of[cpu] for cpu in stage[0]} for stage in few.workers] == [{1}] * 4 + [{0}]
 
 
-@pytest.mark.parametrize("samplers", [1, 3, 5])
-def test_a_given_number_of_samplers_is_kept(samplers):
-    for cores in (1, 2, 4, 8, 64):
-        plan = plan_cores(machine(cores), stages=2, samplers=samplers)
-        assert len(plan.samplers) == samplers
-        assert all(plan.samplers)
-
-
 def test_no_samplers_leave_their_cores_to_the_workers():
     plan = plan_cores(machine(9), stages=2, samplers=0)
     assert plan.samplers == ()

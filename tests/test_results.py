@@ -6,13 +6,27 @@ import re
 import pytest
 from benchmarks import results, sources
 from benchmarks.goals import Goal
-from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, timeless, unfounded, written
+from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, pictures, timeless, unfounded, written
+
+LONGEST = 60_000
+"""Characters of a picture."""
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_was_kept(name):
     page = (ROOT / name).read_text()
     assert timeless(written(page)) == timeless(page), "python -m benchmarks.results writes it anew"
+
+
+def test_the_pictures_of_the_tree_are_those_of_the_kept_results():
+    kept = pictures()
+    found = re.compile(r'src(?:set)?="([^"]+)"').findall
+    shown = found((ROOT / "README.md").read_text())
+    shown += [f"docs/{name}" for name in found((ROOT / "docs/benchmarks.md").read_text())]
+    assert sorted(kept) == sorted(shown)
+    for name, picture in kept.items():
+        assert (ROOT / name).read_text() == picture, "python -m benchmarks.results draws it anew"
+        assert len(picture) <= LONGEST
 
 
 def test_every_kept_result_is_shown():
