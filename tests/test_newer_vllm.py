@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from benchmarks.make_model.checkpoint import make_model
 
-from tests.load import load
+from tests.programs import load, ran
 
 pytestmark = pytest.mark.engine
 
@@ -66,15 +66,7 @@ def environment(newer: Path) -> dict[str, str]:
 def run(newer: Path, *arguments: str) -> None:
     """Run tests on ``newer``; fail with what pytest says of those that fail."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command,
-        env=environment(newer),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = ran(command, env=environment(newer), cwd=ROOT)
     assert done.returncode == 0, done.stdout[-20_000:]
     assert re.search(r"\d passed", done.stdout), done.stdout[-2_000:]
 

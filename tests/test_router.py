@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.ipc.link.conftest import free_port
-from tests.load import load
+from tests.programs import load
 
 aiohttp = pytest.importorskip("aiohttp")
 

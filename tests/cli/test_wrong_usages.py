@@ -17,6 +17,7 @@ from benchmarks.make_model.checkpoint import make_model
 from tests.cli.wrong_doors import RAISED, common
 from tests.cli.wrong_usages import DOORS, USAGES, arguments
 from tests.engine.forks import Forked
+from tests.programs import ran
 
 PROGRAM = Path(__file__).with_name("wrong_doors.py")
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -141,16 +142,8 @@ vllm.LLM({model!r}, distributed_executor_backend=sipipe.Executor, **{arguments((
         "v": [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *words],
         "l": [sys.executable, "-c", program],
     }[name]
-    done = subprocess.run(
-        command,
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    environment = os.environ | ENVIRONMENT
+    done = ran(command, env=environment, stdin=subprocess.DEVNULL, timeout=180)
     if name != "l":
         assert not fault(wrong, name, done.returncode, done.stdout), done.stdout[-3000:]
         return

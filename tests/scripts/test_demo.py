@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.load import load
+from tests.programs import load
 
 from sipipe.errors import ResourceError
 

@@ -4,7 +4,7 @@ import importlib.metadata
 import zipfile
 
 import pytest
-from tests.load import load
+from tests.programs import load
 
 
 @pytest.fixture

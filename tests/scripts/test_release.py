@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from tests.load import load
+from tests.programs import load
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.load import load
+from tests.programs import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

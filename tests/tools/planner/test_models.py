@@ -94,6 +94,10 @@ BASE = {
 }
 
 
+def quantized(method, **more):
+    return {"quantization_config": {"quant_method": method, **more}}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -105,7 +109,7 @@ BASE = {
         ({"num_local_experts": 4}, "num_experts_per_tok"),
         ({"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
         ({"kv_lora_rank": 8}, "qk_rope_head_dim"),
-        ({"quantization_config": {"quant_method": "new"}}, "--weight-bits"),
+        (quantized("new"), "--weight-bits"),
     ],
 )
 def test_bad_fields_are_named(change, named):
@@ -127,18 +131,12 @@ def test_architectures_that_the_model_does_not_describe_are_refused(change):
     [
         ({}, 2.0, 16),
         ({"torch_dtype": "float32"}, 4.0, 16),
-        ({"quantization_config": {"quant_method": "fp8"}}, 1.0, 8),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, 1.0, 16),
-        (
-            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
-            *(4.125 / 8, 16),
-        ),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, 4.25 / 8, 16),
-        (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-            *(4.5 / 8, 4),
-        ),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, 1.0, 8),
+        (quantized("fp8"), 1.0, 8),
+        (quantized("gptq", bits=8), 1.0, 16),
+        (quantized("awq", bits=4, group_size=128), 4.125 / 8, 16),
+        (quantized("mxfp4"), 4.25 / 8, 16),
+        (quantized("modelopt", quant_algo="NVFP4"), 4.5 / 8, 4),
+        (quantized("modelopt", quant_algo="FP8"), 1.0, 8),
     ],
 )
 def test_width_of_weights_and_of_products(change, width, bits):
