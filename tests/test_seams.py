@@ -50,7 +50,6 @@ METHODS = {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
     "vllm.engine.arg_utils:EngineArgs.__post_init__": "self",
     "vllm.config:VllmConfig.max_concurrent_batches": None,
-    "vllm.config:VllmConfig.use_v2_model_runner": None,
     "vllm.config:VllmConfig._validate_v2_model_runner": "self",
     "vllm.config:VllmConfig._get_v2_model_runner_unsupported_features": "self",
     "vllm.model_executor.model_loader:get_model_loader": "load_config",

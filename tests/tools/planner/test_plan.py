@@ -49,30 +49,34 @@ def test_a_cache_too_small_for_one_sequence():
     assert "KV cache holds" in reasons(found)[1, 1]
 
 
-TINY = {
-    "num_hidden_layers": 4,
-    "vocab_size": 1000,
-    "hidden_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "intermediate_size": 192,
-}
+TINY = facts_from_config(
+    {
+        "num_hidden_layers": 4,
+        "vocab_size": 1000,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "intermediate_size": 192,
+    },
+    name="tiny",
+)
+
+
+def tiny_plan(devices):
+    return make_plan(TINY, make_cluster(per_host=devices), Workload(input=10, output=10))
 
 
 def test_one_layer_per_stage_and_more_stages_than_layers():
-    facts = facts_from_config(TINY, name="tiny")
-    four = make_plan(facts, make_cluster(per_host=4), Workload(input=10, output=10))
+    four = tiny_plan(4)
     one_each = next(choice for choice in four.choices if choice.p == 4)
     assert [stage.layers for stage in one_each.placement.stages] == [1, 1, 1, 1]
-    eight = reasons(make_plan(facts, make_cluster(), Workload(input=10, output=10)))
+    eight = reasons(tiny_plan(8))
     assert eight[8, 1] == "8 stages for 4 layers"
     assert "6 attention heads do not divide by t = 4" in eight[2, 4]
 
 
 def test_heads_experts_and_blocks_that_do_not_divide():
-    facts = facts_from_config(TINY, name="tiny")
-    two = reasons(make_plan(facts, make_cluster(per_host=2), Workload(input=9, output=9)))
-    assert "KV heads" in two[1, 2]
+    assert "KV heads" in reasons(tiny_plan(2))[1, 2]
     found = reasons(plan("deepseek-v3", hosts=4))
     assert "blocks of 128" in found[1, 32]
 
