@@ -12,10 +12,6 @@ from tests.programs import load
 aiohttp = pytest.importorskip("aiohttp")
 
 
-def router():
-    return load("deploy", "prefill_router.py")
-
-
 class StandIn:
     """Answers with its name; a request's ``act`` says what else it does."""
 
@@ -56,7 +52,7 @@ class StandIn:
 
 
 class Running:
-    """A router before stand-ins of some names; those of none are not there."""
+    """A router before stand-ins of some names; those of none are not there (``absent``: ports)."""
 
     def __init__(self, prefill, decode, timeout=20.0):
         self.names, self.runners, self.timeout = (prefill, decode), [], timeout
@@ -68,7 +64,7 @@ class Running:
         await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
 
     async def __aenter__(self):
-        module, self.engines, kinds = router(), {}, []
+        module, self.engines, self.absent, kinds = load("deploy", "prefill_router.py"), {}, [], []
         for kind, names in zip(("prefill", "decode"), self.names, strict=True):
             addresses = []
             for name in names:
@@ -79,6 +75,8 @@ class Running:
                     app = aiohttp.web.Application()
                     app.router.add_route("*", "/{path:.*}", self.engines[name])
                     await self.serve(app, port)
+                else:
+                    self.absent.append(port)
             kinds.append(module.Engines(kind, addresses))
         port = free_port()
         await self.serve(module.Router(*kinds, self.timeout).app(), port)
@@ -245,20 +243,12 @@ def test_an_engine_that_ends_an_idle_connection_just_then_is_not_gone():
         await reader.read(1)
         writer.close()
 
-    async def check():
-        module, port = router(), free_port()
-        engine = await asyncio.start_server(once, "127.0.0.1", free_port())
-        address = f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}"
-        kinds = module.Engines("prefill", [address]), module.Engines("decode", [address])
-        runner = aiohttp.web.AppRunner(module.Router(*kinds, 20.0).app())
-        await runner.setup()
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
-        async with aiohttp.ClientSession() as session:
-            for _ in range(3):
-                url = f"http://127.0.0.1:{port}/v1/completions"
-                async with session.post(url, json={"prompt": "x"}) as answer:
-                    assert answer.status == 200, await answer.text()
-        await runner.cleanup()
-        engine.close()
+    async def test(running):
+        engines = [await asyncio.start_server(once, "127.0.0.1", port) for port in running.absent]
+        for _ in range(3):
+            status, text = await running.ask()
+            assert status == 200, text
+        for engine in engines:
+            engine.close()
 
-    asyncio.run(check())
+    run(test, [None], [None])
