@@ -336,25 +336,20 @@ def test_this_machine_is_read_from_sys(tmp_path, monkeypatch):
     assert cpus_of(found) == (0, 1, 2, 3, 5, 6, 7)
 
 
+def version_1(group, most, period):
+    """Files of control groups of the first kind."""
+    found = {"quota": most, "period": period}
+    return {f"cpu,cpuacct/{group}cpu.cfs_{what}_us": us for what, us in found.items()}
+
+
 @pytest.mark.parametrize(
     ("line", "files", "expected"),
     [
         ("0::/", {"cpu.max": "max 100000"}, math.inf),
         ("0::/", {"cpu.max": "250000 100000"}, 2.5),
         ("0::/pod/box", {"pod/cpu.max": "400000 100000", "pod/box/cpu.max": "max 100000"}, 4.0),
-        (
-            "3:cpu,cpuacct:/box\n2:memory:/box",
-            {
-                "cpu,cpuacct/box/cpu.cfs_quota_us": "150000",
-                "cpu,cpuacct/box/cpu.cfs_period_us": "50000",
-            },
-            3.0,
-        ),
-        (
-            "3:cpu,cpuacct:/",
-            {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
-            math.inf,
-        ),
+        ("3:cpu,cpuacct:/box\n2:memory:/box", version_1("box/", "150000", "50000"), 3.0),
+        ("3:cpu,cpuacct:/", version_1("", "-1", "100000"), math.inf),
     ],
 )
 def test_the_limit_of_a_container_is_read(tmp_path, line, files, expected):
