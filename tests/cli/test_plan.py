@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.tools.planner.planned import config
 
 from sipipe.cli import main
 
@@ -131,18 +132,10 @@ def test_list(capsys):
 
 
 def test_model_directory_and_picture(capsys, tmp_path):
-    config = {
-        "num_hidden_layers": 8,
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "intermediate_size": 512,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    status, out = plan(
-        capsys,
-        *(str(tmp_path), "--gpu", "cpu", "--gpus-per-host", "2", "--cores", "4"),
-    )
+    sizes = config(layers=8, vocabulary=1000, hidden=256, heads=8, intermediate=512)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    cluster = ("--gpu", "cpu", "--gpus-per-host", "2", "--cores", "4")
+    status, out = plan(capsys, str(tmp_path), *cluster)
     assert status == 0
     assert f" serve {tmp_path} -pp" in out
     assert "--gpu-memory-utilization" not in out

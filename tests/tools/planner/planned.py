@@ -8,6 +8,12 @@ from sipipe.tools.planner.plan import OURS, Choice
 from sipipe.tools.planner.search import Search
 
 
+def config(*, layers, vocabulary, hidden, heads, intermediate, **more):
+    """Of a config.json, what a plan needs."""
+    found = {"num_hidden_layers": layers, "vocab_size": vocabulary, "hidden_size": hidden}
+    return found | {"num_attention_heads": heads, "intermediate_size": intermediate} | more
+
+
 def make_cluster(
     gpu="h100", hosts=1, per_host=8, cores=96, gigabits=400, adapters=1, assumed=STATED
 ):

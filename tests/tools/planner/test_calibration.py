@@ -4,7 +4,7 @@ import pytest
 from benchmarks.calibration import Run, calibrate
 from benchmarks.calibration_traces import check_loop, run_of
 from benchmarks.made_up_trace import Example, write_example
-from tests.tools.planner.planned import make_cluster
+from tests.tools.planner.planned import config, make_cluster
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError
@@ -12,17 +12,8 @@ from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.report.reader import read_trace
 
-BENCH = facts_from_config(
-    {
-        "num_hidden_layers": 8,
-        "vocab_size": 151_936,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1536,
-    },
-    name="bench",
-)
+SIZES = config(layers=8, vocabulary=151_936, hidden=512, heads=8, intermediate=1536)
+BENCH = facts_from_config(SIZES | {"num_key_value_heads": 4}, name="bench")
 # So many cores that no test depends on the machine's.
 CLUSTER = make_cluster("cpu", per_host=1, cores=1_000, gigabits=100)
 SHEET = datasheet_costs(BENCH, CLUSTER, Workload())

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tools.planner.planned import config
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
@@ -69,8 +70,8 @@ def test_experts_touched_between_the_chosen_and_all():
 
 
 def test_a_directory_a_file_and_a_repository_name_are_the_same_model(tmp_path):
-    config = dict(builtin_models()["qwen2.5-0.5b"]["config"])
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    fields = dict(builtin_models()["qwen2.5-0.5b"]["config"])
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     wanted = load_model("qwen2.5-0.5b").parameters
     for model in (str(tmp_path), str(tmp_path / "config.json"), "Qwen/Qwen2.5-0.5B-Instruct"):
         assert load_model(model).parameters == wanted
@@ -85,13 +86,7 @@ def test_missing_fields_are_all_named(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-BASE = {
-    "num_hidden_layers": 2,
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-}
+BASE = config(layers=2, vocabulary=100, hidden=64, heads=4, intermediate=128)
 
 
 def quantized(method, **more):

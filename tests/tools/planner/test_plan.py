@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.planner.planned import by_degree, make_cluster, make_plan
+from tests.tools.planner.planned import by_degree, config, make_cluster, make_plan
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.tools.planner.costs import datasheet_costs
@@ -49,17 +49,8 @@ def test_a_cache_too_small_for_one_sequence():
     assert "KV cache holds" in reasons(found)[1, 1]
 
 
-TINY = facts_from_config(
-    {
-        "num_hidden_layers": 4,
-        "vocab_size": 1000,
-        "hidden_size": 96,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "intermediate_size": 192,
-    },
-    name="tiny",
-)
+SIZES = config(layers=4, vocabulary=1000, hidden=96, heads=6, intermediate=192)
+TINY = facts_from_config(SIZES | {"num_key_value_heads": 3}, name="tiny")
 
 
 def tiny_plan(devices):
