@@ -22,15 +22,14 @@ import psutil
 
 ADDRESSES = ("10.77.18.1", "10.77.18.2")
 _TOOLS = ("unshare", "nsenter", "ip")
+_APART = ("unshare", "-n", "-m", "-p", "-u", "--fork")
 
 
 def why_not() -> str:
     """Why hosts cannot be made here; empty: they can."""
     if os.geteuid() != 0 or not all(map(shutil.which, _TOOLS)):
         return f"needs root, {', '.join(_TOOLS)} for network namespaces"
-    if subprocess.run(
-        ["unshare", "-n", "-m", "-p", "-u", "--fork", "true"], check=False
-    ).returncode:
+    if subprocess.run([*_APART, "true"], check=False).returncode:
         return "this container may not make namespaces"
     return ""
 
@@ -43,23 +42,9 @@ class Host:
         self._started: list[subprocess.Popen] = []
         name = f"host{address.rpartition('.')[2]}"
         setup = f"hostname {name} && mount -t tmpfs none /dev/shm && ip link set lo up"
-        self._holder = subprocess.Popen(
-            [
-                "unshare",
-                "-n",
-                "-m",
-                "-p",
-                "-u",
-                "--fork",
-                "--mount-proc",
-                "--kill-child",
-                "sh",
-                "-c",
-                f"{setup} && echo ready && exec cat",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        command = [*_APART, "--mount-proc", "--kill-child", "sh", "-c"]
+        command += [f"{setup} && echo ready && exec cat"]
+        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n"
         self.pid = psutil.Process(self._holder.pid).children()[0].pid

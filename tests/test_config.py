@@ -29,14 +29,7 @@ def test_every_key_says_what_it_may_be(key):
     assert "must be one of ," not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cpu_sampling",
-        "scheduler",
-        "transport",
-    ],
-)
+@pytest.mark.parametrize("name", ["cpu_sampling", "scheduler", "transport"])
 def test_declared_choices_are_the_accepted_ones(name):
     for choice in get_args(get_type_hints(SiPipeConfig)[name]):
         assert getattr(parse(**{name: choice}), name) == choice
@@ -80,12 +73,10 @@ def test_inflight_auto_is_stages_plus_one():
         ({"samplers": 0}, ['"samplers"', "1 to 128", "not 0"]),
         ({"samplers": True}, ['"samplers"', "not True"]),
         ({"samplers": "2"}, ['"samplers"', "not '2'"]),
-        ({"inflight": 1.5}, ['"inflight"', "not 1.5"]),
         ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on", "per_row"']),
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
         ({"transport": "nccl"}, ['"transport"', "between hosts links are always ZeroMQ"]),
         ({"trace": ""}, ['"trace"', "path"]),
-        ({"trace": 3}, ['"trace"', "path"]),
         ({"stall_timeout": 0}, ['"stall_timeout"', "above 0"]),
         ({"start_timeout": float("inf")}, ['"start_timeout"', "finite"]),
         ({"start_timeout": float("nan")}, ['"start_timeout"']),

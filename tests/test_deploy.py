@@ -21,13 +21,35 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 TOOLS = Path(sys.executable).parent
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
-SECRETS = {
-    "kubernetes.yaml": 1,
-    "leaderworkerset.yaml": 1,
-    "prefill-kubernetes.yaml": 2,
-    "kuberay.yaml": 1,
-}
+COMPOSE = ["compose.yaml", "prefill-compose.yaml"]
+SECRETS = {"kubernetes": 1, "leaderworkerset": 1, "prefill-kubernetes": 2, "kuberay": 1}
 """How many times each has the tokens."""
+
+
+def documents(name):
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def services(name):
+    (compose,) = documents(name)
+    return compose["services"]
+
+
+def deployments(name):
+    """What a manifest says of the pods of each."""
+    found = (one for one in documents(name) if one["kind"] == "Deployment")
+    return {one["metadata"]["name"]: one["spec"]["template"] for one in found}
+
+
+def check_pods(place, pods, service):
+    """Those of a resource that Kubernetes itself does not know."""
+    yaml = pytest.importorskip("yaml")
+    whole = [{"apiVersion": "v1", "kind": "Pod", **pod} for pod in pods]
+    for pod in whole:
+        pod["metadata"] = {"name": "x", **pod["metadata"]}
+    place.write_text(yaml.safe_dump_all([*whole, service]))
+    run("kubernetes-validate", "--strict", str(place))
 
 
 def run(tool, *arguments):
@@ -46,12 +68,10 @@ def test_dockerfiles(file):
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "prefill-compose.yaml"])
+@pytest.mark.parametrize("name", COMPOSE)
 def test_compose(name):
     run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / name))
-    yaml = pytest.importorskip("yaml")
-    text = (DEPLOY / name).read_text()
-    for service in yaml.safe_load(text)["services"].values():
+    for service in services(name).values():
         for mount in service.get("volumes", []):
             source = mount.split(":")[0]
             assert not source.startswith(".") or (DEPLOY / source).exists(), source
@@ -64,13 +84,10 @@ def test_kubernetes(name):
 
 def test_prefill():
     """Both files' engines agree on what the connector needs; the router's options are its own."""
-    yaml = pytest.importorskip("yaml")
-    services = yaml.safe_load((DEPLOY / "prefill-compose.yaml").read_text())["services"]
-    pods = {}
-    for one in yaml.safe_load_all((DEPLOY / "prefill-kubernetes.yaml").read_text()):
-        if one["kind"] == "Deployment":
-            (pods[one["metadata"]["name"]],) = one["spec"]["template"]["spec"]["containers"]
-    engines = [services[name] for name in ("prefill", "decode-0", "decode-1")]
+    composed, pods = services("prefill-compose.yaml"), {}
+    for name, template in deployments("prefill-kubernetes.yaml").items():
+        (pods[name],) = template["spec"]["containers"]
+    engines = [composed[name] for name in ("prefill", "decode-0", "decode-1")]
     said = [one["entrypoint"][2:] + one["command"][1:] for one in engines]
     said += [pods[f"sipipe-{name}"]["args"][1:] for name in ("prefill", "decode")]
     roles, agreed = [], []
@@ -83,7 +100,7 @@ def test_prefill():
         assert rest
     assert roles == ["producer", "consumer", "consumer", "producer", "consumer"]
     assert all(one == agreed[0] for one in agreed)
-    router = services["router"]
+    router = composed["router"]
     for words in (router["entrypoint"] + router["command"],
                   pods["sipipe-router"]["command"] + pods["sipipe-router"]["args"]):  # fmt: skip
         assert words[:3] == ["python3", "deploy/prefill_router.py", "--host=0.0.0.0"]
@@ -101,12 +118,9 @@ LEADER_WORKER_SET = {
 
 def test_leader_worker_set(tmp_path):
     """The pods against Kubernetes' schema; the fields around them by name; the command parses."""
-    yaml = pytest.importorskip("yaml")
-    group, service = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text())
-    assert (group["apiVersion"], group["kind"]) == (
-        "leaderworkerset.x-k8s.io/v1",
-        "LeaderWorkerSet",
-    )
+    group, service = documents("leaderworkerset.yaml")
+    kind = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    assert (group["apiVersion"], group["kind"]) == kind
     assert set(group["spec"]) == {"replicas", "leaderWorkerTemplate"}
     template = group["spec"]["leaderWorkerTemplate"]
     for field, value in template.items():
@@ -114,16 +128,8 @@ def test_leader_worker_set(tmp_path):
         assert value in allowed if isinstance(allowed, tuple) else isinstance(value, allowed)
     ranks = {"leaderTemplate": "0", "workerTemplate": "1"}
     for name, rank in ranks.items():
-        pod = template[name]
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            **pod,
-            "metadata": {"name": "x", **pod["metadata"]},
-        }
-        (tmp_path / name).write_text(yaml.safe_dump_all([pod, service]))
-        run("kubernetes-validate", "--strict", str(tmp_path / name))
-        (container,) = pod["spec"]["containers"]
+        check_pods(tmp_path / name, [template[name]], service)
+        (container,) = template[name]["spec"]["containers"]
         command = json.dumps(container["args"]).replace("$(LWS_GROUP_SIZE)", "2")
         command = command.replace("$(LWS_WORKER_INDEX)", rank)
         words = json.loads(command.replace("$(LWS_LEADER_ADDRESS)", "127.0.0.1"))
@@ -135,16 +141,13 @@ def test_leader_worker_set(tmp_path):
         assert (node, hosts) == (int(rank), {"count": 2, "address": "127.0.0.1"})
         assert ("--headless" in words) == (node > 0)
         assert container["env"][0]["name"] == "SIPIPE_SECRET"
-    assert (
-        service["spec"]["selector"].items()
-        <= template["leaderTemplate"]["metadata"]["labels"].items()
-    )
+    labels = template["leaderTemplate"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
 
 
 def test_kuberay(tmp_path):
     """The pods against Kubernetes' schema; the fields around them by name; the command parses."""
-    yaml = pytest.importorskip("yaml")
-    job, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    job, service = documents("kuberay.yaml")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert set(job["spec"]) == {"entrypoint", "submissionMode", "backoffLimit", "rayClusterSpec"}
     cluster = job["spec"]["rayClusterSpec"]
@@ -153,11 +156,7 @@ def test_kuberay(tmp_path):
     assert set(head) == {"rayStartParams", "template"}
     replicas = {"groupName", "replicas", "minReplicas", "maxReplicas"}
     assert set(group) == {"rayStartParams", "template"} | replicas
-    pods = [{"apiVersion": "v1", "kind": "Pod", **one["template"]} for one in (head, group)]
-    for pod in pods:
-        pod["metadata"] = {"name": "x", **pod["metadata"]}
-    (tmp_path / "pods").write_text(yaml.safe_dump_all([*pods, service]))
-    run("kubernetes-validate", "--strict", str(tmp_path / "pods"))
+    check_pods(tmp_path / "pods", [head["template"], group["template"]], service)
     program, command, *words = job["spec"]["entrypoint"].split()
     assert (program, command) == ("sipipe", "serve")
     _, _, rest = parse_engine_command(make_parser("serve", "", add_help=False), words)
@@ -166,9 +165,8 @@ def test_kuberay(tmp_path):
 
 
 def test_alerts_ask_for_what_is_exported():
-    yaml = pytest.importorskip("yaml")
-    alerts = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
-    monitor, rules = yaml.safe_load_all((DEPLOY / "prometheus-operator.yaml").read_text())
+    (alerts,) = documents("alerts.yml")
+    monitor, rules = documents("prometheus-operator.yaml")
     assert rules["kind"] == "PrometheusRule"
     assert rules["spec"] == alerts
     exported = {
@@ -179,19 +177,18 @@ def test_alerts_ask_for_what_is_exported():
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
         assert set(re.findall(r"sipipe_\w+", rule["expr"])) <= exported, rule["alert"]
         assert rule["expr"].count("(") == rule["expr"].count(")")
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    (scraped,) = documents("prometheus.yml")
     assert scraped["rule_files"] == ["alerts.yml"]
     # The alerts' `job`, in both.
     assert [job["job_name"] for job in scraped["scrape_configs"]] == ["sipipe"]
     assert (monitor["kind"], monitor["spec"]["jobLabel"]) == ("PodMonitor", "app")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    deployment, _ = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-    pod = deployment["spec"]["template"]
+    (pod,) = deployments("kubernetes.yaml").values()
     chosen, _ = monitor["spec"]["selector"]["matchExpressions"]
     apps = {pod["metadata"]["labels"]["app"]}
-    for one in yaml.safe_load_all((DEPLOY / "prefill-kubernetes.yaml").read_text()):
-        if one["kind"] == "Deployment" and "router" not in one["metadata"]["name"]:
-            apps.add(one["spec"]["template"]["metadata"]["labels"]["app"])
+    for name, other in deployments("prefill-kubernetes.yaml").items():
+        if "router" not in name:
+            apps.add(other["metadata"]["labels"]["app"])
     assert (chosen["key"], set(chosen["values"])) == ("app", apps)
     (container,) = pod["spec"]["containers"]
     assert endpoint["port"] in [port["name"] for port in container["ports"]]
@@ -201,15 +198,15 @@ def test_secrets_are_never_in_the_files():
     """Tokens come from a secret or who runs it, and are optional but for the hosts' own."""
     yaml = pytest.importorskip("yaml")
     for name, servers in SECRETS.items():
-        text = (DEPLOY / name).read_text()
+        text = (DEPLOY / f"{name}.yaml").read_text()
         assert text.count("name: HF_TOKEN") == servers, name
         kept = re.findall(r"name: (\w+)\n\s+valueFrom:\n\s+secretKeyRef: (.*)", text)
         found = {variable: yaml.safe_load(reference) for variable, reference in kept}
         assert found["HF_TOKEN"] == {"name": "sipipe", "key": "hf-token", "optional": True}
         assert found["VLLM_API_KEY"] == {"name": "sipipe", "key": "api-key", "optional": True}
         assert not re.search(r"name: \w*(TOKEN|KEY|SECRET)\n\s+value:", text)
-    for name in ("compose.yaml", "prefill-compose.yaml"):
-        for service in yaml.safe_load((DEPLOY / name).read_text())["services"].values():
+    for name in COMPOSE:
+        for service in services(name).values():
             if "build" in service:
                 assert service["environment"] == ["HF_TOKEN", "VLLM_API_KEY"], name
 
@@ -225,14 +222,13 @@ def seconds(service):
 
 
 def test_requests_in_flight_may_finish_and_no_new_ones_come_meanwhile():
-    yaml = pytest.importorskip("yaml")
-    for name in ("compose.yaml", "prefill-compose.yaml"):
-        for service in yaml.safe_load((DEPLOY / name).read_text())["services"].values():
+    for name in COMPOSE:
+        for service in services(name).values():
             if service["image"].startswith("sipipe"):
                 assert int(service["stop_grace_period"][:-1]) > seconds(service) + 8, name
     pods = []
     for name in ("kubernetes.yaml", "prefill-kubernetes.yaml", "leaderworkerset.yaml"):
-        for one in yaml.safe_load_all((DEPLOY / name).read_text()):
+        for one in documents(name):
             if group := one["spec"].get("leaderWorkerTemplate"):
                 pods += [group["leaderTemplate"], group["workerTemplate"]]
             pods += [one["spec"]["template"]] if "template" in one["spec"] else []
@@ -270,7 +266,5 @@ def test_images_have_the_manifests_user_and_ask_no_proxy_for_their_health(file):
 def test_they_agree():
     cuda = (DEPLOY / "cuda.Dockerfile").read_text()
     assert f"ARG VLLM={SUPPORTED_VLLM[0]}\nFROM vllm/vllm-openai:v${{VLLM}}\n" in cuda
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert extras["cuda"] == [f"vllm=={SUPPORTED_VLLM[0]}"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["cuda"] == [f"vllm=={SUPPORTED_VLLM[0]}"]

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import ran
+
 ROOT = Path(__file__).parents[1]
 DOCKERFILES = ROOT / "deploy"
 PYTHON = (Path(sys.base_prefix) / "bin" / "python3").absolute()
@@ -120,22 +122,13 @@ def test_every_instruction_works_in_a_clean_tree(name, tmp_path):
     # No base image has a user of the number that the CPU one makes.
     ready += ['chroot "$root" sh -c "getent passwd 1000 | cut -d: -f1 | xargs -r userdel"']
     lines = script(DOCKERFILES / f"{name}.Dockerfile", str(context))
-    done = subprocess.run(
-        ["unshare", "-m", "bash"],
-        input="\n".join([*ready, lines]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = ran(["unshare", "-m", "bash"], input="\n".join([*ready, lines]))
     shutil.rmtree(overlay, ignore_errors=True)
     assert done.returncode == 0, done.stdout[-6000:]
     said, (where, *programs) = done.stdout, done.stdout.split("BUILT\n")[1].splitlines()
-    ran = [line for line in said.splitlines() if line.startswith("RUN ")]
-    asked = [
-        rest for what, rest in instructions(DOCKERFILES / f"{name}.Dockerfile") if what == "RUN"
-    ]
-    assert ran == [f"RUN {rest}" for rest in asked]
+    lines_run = [line for line in said.splitlines() if line.startswith("RUN ")]
+    told = instructions(DOCKERFILES / f"{name}.Dockerfile")
+    assert lines_run == [f"RUN {rest}" for what, rest in told if what == "RUN"]
     assert where.startswith({"cpu": "/opt/sipipe/src", "cuda": BASE}[name])
     assert "sipipe" in programs
     assert not {"pytest", "mypy", "ruff", "viztracer"} & {*programs}, "a tool of developers"

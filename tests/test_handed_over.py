@@ -11,9 +11,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,10 +35,6 @@ from tests.test_seams import has
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent
 
-DRAFTS = "speculative decoding is refused"
-DRAWING = "in `sample`, which is replaced too"
-COLLECTIVES = "a collective across stages, refused by PipelineStandIn.__getattr__"
-
 
 class Handed(NamedTuple):
     ours: Any
@@ -48,11 +43,13 @@ class Handed(NamedTuple):
     """Of vLLM, where it is read: a pattern of file names."""
     named: str
     """What it is called there: a regular expression."""
-    never: Mapping[str, str] = MappingProxyType({})
-    """Fields of what it stands for that are read only where ours never comes, and why."""
+    never: str = ""
+    """Fields of what it stands for that are read only where ours never comes."""
 
 
-SAMPLER_NEVER = {"get_logprobs_dims": DRAWING, "sampling_states": DRAFTS, "logprobs_mode": DRAWING}
+RUNNER, SAMPLER = "v1/worker/gpu/model_runner.py", r"\bself\.sampler"
+# In `sample`, which is replaced too, and of speculative decoding, which is refused.
+DRAWING = "get_logprobs_dims logprobs_mode sampling_states"
 GROUP = PipelineStandIn(StagePlace(stage=1, stages=2, tp_rank=0, tp_size=1))
 GROUP.send = lambda _: lambda: None
 CONFIG = SimpleNamespace(
@@ -64,13 +61,9 @@ HANDED = {
         GROUP,
         "**/*.py",
         r"(?:get_pp_group\(\)|\b_PP|\bpp_group)",
-        dict.fromkeys(
-            (
-                *("send_tensor_dict", "broadcast_tensor_dict", "broadcast_object"),
-                *("make_sibling_device_group", "device_communicator"),
-            ),
-            COLLECTIVES,
-        ),
+        # Collectives across stages, which PipelineStandIn.__getattr__ refuses.
+        "send_tensor_dict broadcast_tensor_dict broadcast_object make_sibling_device_group "
+        "device_communicator",
     ),
     "handle of what is sent": Handed(
         GROUP.isend_tensor_dict({})[1], "v1/worker/gpu_worker.py", r"\bhandle"
@@ -79,14 +72,10 @@ HANDED = {
         TokenFeedback,
         "v1/worker/gpu/**/*.py",
         r"\bpp_handler",
-        dict.fromkeys(("broadcast_drafts", "configure_aux_hidden_state_relay"), DRAFTS),
+        "broadcast_drafts configure_aux_hidden_state_relay",  # of speculative decoding
     ),
-    "sampler": Handed(
-        StandInSampler(), "v1/worker/gpu/model_runner.py", r"\bself\.sampler", SAMPLER_NEVER
-    ),
-    "sampler on the device": Handed(
-        DeviceSampler, "v1/worker/gpu/model_runner.py", r"\bself\.sampler", SAMPLER_NEVER
-    ),
+    "sampler": Handed(StandInSampler(), RUNNER, SAMPLER, DRAWING),
+    "sampler on the device": Handed(DeviceSampler, RUNNER, SAMPLER, DRAWING),
     "its penalties": Handed(
         StandInSampler().penalties_state, "v1/worker/gpu/**/*.py", r"\bsampler\.penalties_state"
     ),
@@ -108,7 +97,7 @@ def read(files: str, named: str, root: Path = VLLM) -> set[str]:
 def missing(handed: Handed, root: Path = VLLM) -> set[str]:
     fields = read(handed.files, handed.named, root)
     assert fields, f"{handed.files} has nothing that is called {handed.named}"
-    return {name for name in fields - set(handed.never) if not _there(handed.ours, name)}
+    return {name for name in fields - {*handed.never.split()} if not _there(handed.ours, name)}
 
 
 def _there(ours: Any, name: str) -> bool:

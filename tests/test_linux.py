@@ -67,6 +67,7 @@ def test_the_interpreter_is_kept(tmp_path):
     ours.setblocking(False)
     buffer, steps, go_on = ctypes.create_string_buffer(1), [0], [True]
     file = (tmp_path / "locked").open("w")
+    unlock = struct.pack("hhqqi4x", fcntl.F_UNLCK, 0, 0, 0, 0)
 
     def compute():
         while go_on[0]:
@@ -85,11 +86,7 @@ def test_the_interpreter_is_kept(tmp_path):
     try:
         kept = [
             gone_on(lambda: linux.receive_now(ours.fileno(), buffer)),
-            gone_on(
-                lambda: linux.set_lock(
-                    file.fileno(), fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, 0, 0, 0, 0)
-                )
-            ),
+            gone_on(lambda: linux.set_lock(file.fileno(), fcntl.F_SETLK, unlock)),
         ]
     finally:
         sys.setswitchinterval(interval)

@@ -4,7 +4,6 @@ on the CPU kernels of the one that .venv has (scripts/newer_vllm.py).
 The tests are those of the other files, in a pytest of their own whose PYTHONPATH has that vLLM.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -15,10 +14,11 @@ from pathlib import Path
 import pytest
 from benchmarks.make_model.checkpoint import make_model
 
+from tests.programs import load, ran
+
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "newer_vllm.py"
 
 SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
 ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
@@ -42,9 +42,7 @@ ALL = {
 
 @pytest.fixture(scope="module")
 def newer():
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load("scripts", "newer_vllm.py")
     try:
         made = script.make()
     except script.UnavailableError as error:
@@ -68,15 +66,7 @@ def environment(newer: Path) -> dict[str, str]:
 def run(newer: Path, *arguments: str) -> None:
     """Run tests on ``newer``; fail with what pytest says of those that fail."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command,
-        env=environment(newer),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = ran(command, env=environment(newer), cwd=ROOT)
     assert done.returncode == 0, done.stdout[-20_000:]
     assert re.search(r"\d passed", done.stdout), done.stdout[-2_000:]
 
@@ -102,12 +92,7 @@ def test_bench_measures_both_sides(newer, models):
     command = [sys.executable, "-m", "sipipe", "bench", str(path), "--pp", "2", "--json"]
     command += ["--rows", "sipipe,stock", "--sampling", "greedy", "--engines", "1"]
     command += ["--repeat", "1", "--requests", "8", "--tokens", "8", "--max-model-len", "512"]
-    done = subprocess.run(
-        command,
-        env={**environment(newer), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**environment(newer), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     assert json.loads(done.stdout)

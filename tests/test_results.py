@@ -6,13 +6,27 @@ import re
 import pytest
 from benchmarks import results, sources
 from benchmarks.goals import Goal
-from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, timeless, unfounded, written
+from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, pictures, timeless, unfounded, written
+
+LONGEST = 60_000
+"""Characters of a picture."""
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_was_kept(name):
     page = (ROOT / name).read_text()
     assert timeless(written(page)) == timeless(page), "python -m benchmarks.results writes it anew"
+
+
+def test_the_pictures_of_the_tree_are_those_of_the_kept_results():
+    kept = pictures()
+    found = re.compile(r'src(?:set)?="([^"]+)"').findall
+    shown = found((ROOT / "README.md").read_text())
+    shown += [f"docs/{name}" for name in found((ROOT / "docs/benchmarks.md").read_text())]
+    assert sorted(kept) == sorted(shown)
+    for name, picture in kept.items():
+        assert (ROOT / name).read_text() == picture, "python -m benchmarks.results draws it anew"
+        assert len(picture) <= LONGEST
 
 
 def test_every_kept_result_is_shown():
@@ -24,14 +38,16 @@ def test_every_kept_result_is_shown():
     }
 
 
-def test_no_kept_result_names_a_path_of_the_machine_that_it_is_from():
+def test_a_kept_result_can_be_measured_again_and_says_what_code_it_measures():
     for path in RESULTS.glob("*.json"):
-        assert not re.search(r'"/[^"]*/bin/', path.read_text()), path.name
-
-
-def test_a_kept_result_can_be_measured_again():
-    for path in RESULTS.glob("*.json"):
-        assert not unfounded(json.loads(path.read_text())), path.name
+        kept = json.loads(path.read_text())
+        assert not unfounded(kept), path.name
+        assert not re.search(r'"/[^"]*/bin/', path.read_text()), "a path of the machine's own"
+        assert kept["sources"].keys() == sources.sources(path.stem).keys(), path.name
+        assert "stale" not in kept, "that is computed"
+    names = {path.stem for path in RESULTS.glob("*.json")}
+    for name in sources.MEASURED:
+        assert any(f"{each}-".startswith(f"{name}-") for each in names | {"split"}), name
 
 
 @pytest.mark.parametrize(
@@ -68,23 +84,11 @@ def test_a_page_of_figures_has_none_of_its_own_in_tables(name):
     assert not re.search(r"\d", "".join(results)), "let a comment show what results hold"
 
 
-def test_every_kept_result_says_what_code_it_measures():
-    for path in RESULTS.glob("*.json"):
-        kept = json.loads(path.read_text())
-        assert kept["sources"].keys() == sources.sources(path.stem).keys(), path.name
-        assert "stale" not in kept, "that is computed"
-    names = {path.stem for path in RESULTS.glob("*.json")}
-    for name in sources.MEASURED:
-        assert any(f"{each}-".startswith(f"{name}-") for each in names | {"split"}), name
-
-
 def test_what_is_stale_is_named_with_the_command_that_measures_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    for name, then in (
-        ("waking", sources.sources("waking")),
-        ("stage-cpu", {"sipipe/worker": "x"}),
-    ):
+    measured = {"waking": sources.sources("waking"), "stage-cpu": {"sipipe/worker": "x"}}
+    for name, then in measured.items():
         kept = {"command": f"python -m benchmarks.{name} --full", "sources": then}
         (tmp_path / f"{name}.json").write_text(json.dumps(kept))
     monkeypatch.setattr("sys.argv", ["results", "--stale"])
@@ -99,9 +103,8 @@ def test_what_is_stale_is_named_with_the_command_that_measures_it(tmp_path, monk
 
 
 def test_emulated_figures_are_also_of_what_emulates_and_ablates():
-    assert {"benchmarks/emulate.py", "benchmarks/ablation.py"} <= sources.sources(
-        "emulation"
-    ).keys()
+    found = sources.sources("emulation").keys()
+    assert found >= {"benchmarks/emulate.py", "benchmarks/ablation.py"}
     for part in {part for parts in sources.MEASURED.values() for part in parts}:
         assert (sources.ROOT / "src" / part).exists() or (sources.ROOT / part).exists(), part
 

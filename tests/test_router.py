@@ -2,23 +2,14 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.ipc.link.conftest import free_port
+from tests.programs import load
 
 aiohttp = pytest.importorskip("aiohttp")
-FILE = Path(__file__).parents[1] / "deploy" / "prefill_router.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("prefill_router", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class StandIn:
@@ -61,7 +52,7 @@ class StandIn:
 
 
 class Running:
-    """A router before stand-ins of some names; those of none are not there."""
+    """A router before stand-ins of some names; those of none are not there (``absent``: ports)."""
 
     def __init__(self, prefill, decode, timeout=20.0):
         self.names, self.runners, self.timeout = (prefill, decode), [], timeout
@@ -73,7 +64,7 @@ class Running:
         await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
 
     async def __aenter__(self):
-        module, self.engines, kinds = load(), {}, []
+        module, self.engines, self.absent, kinds = load("deploy", "prefill_router.py"), {}, [], []
         for kind, names in zip(("prefill", "decode"), self.names, strict=True):
             addresses = []
             for name in names:
@@ -84,6 +75,8 @@ class Running:
                     app = aiohttp.web.Application()
                     app.router.add_route("*", "/{path:.*}", self.engines[name])
                     await self.serve(app, port)
+                else:
+                    self.absent.append(port)
             kinds.append(module.Engines(kind, addresses))
         port = free_port()
         await self.serve(module.Router(*kinds, self.timeout).app(), port)
@@ -113,16 +106,11 @@ def run(test, prefill, decode, **more):
 def test_prompts_go_to_one_kind_and_requests_in_turn_to_the_other():
     async def test(running):
         said = [await running.ask(**more) for more in ({}, {"stream": True}, {})]
-        assert [text for _, text in said] == [
-            '{"from": "decode a"}',
-            "data: decode b\n\n",
-            '{"from": "decode a"}',
-        ]
+        a = '{"from": "decode a"}'
+        assert [text for _, text in said] == [a, "data: decode b\n\n", a]
         prompt, headers = running.engines["prefill a"].asked[1]
-        assert prompt.pop("kv_transfer_params") == {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-        }
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        assert prompt.pop("kv_transfer_params") == asked
         assert prompt == {"prompt": [1], "max_tokens": 1, "min_tokens": 0, "stream": False}
         assert headers["Authorization"] == "Bearer x"
         assert "mine" in headers.values()
@@ -176,9 +164,8 @@ def test_refusals_broken_streams_and_clients_that_go_away():
         status, text = await running.ask(act="die", stream=True)
         first, half, last = text.strip().split("\n\n")
         assert (status, first, half) == (200, "data: decode a", 'data: {"half')
-        assert (
-            "ended amid its stream" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        )
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert "ended amid its stream" in error["message"]
         body = {"prompt": [1], "stream": True, "act": "stay"}
         async with running.session.post("/v1/completions", json=body) as answer:
             assert await answer.content.readany()
@@ -208,11 +195,9 @@ def test_many_streams_and_an_engine_that_hangs_do_not_hold_up_health():
     async def test(running):
         body = {"prompt": [1], "stream": True, "act": "stay"}
         async with contextlib.AsyncExitStack() as open_ones:
-            session = await open_ones.enter_async_context(
-                aiohttp.ClientSession(
-                    running.session._base_url, connector=aiohttp.TCPConnector(limit=0)
-                )
-            )
+            many = aiohttp.TCPConnector(limit=0)
+            session = aiohttp.ClientSession(running.session._base_url, connector=many)
+            await open_ones.enter_async_context(session)
             for _ in range(101):  # aiohttp has a hundred connections unless it is told
                 stream = session.post("/v1/completions", json=body)
                 answer = await open_ones.enter_async_context(stream)
@@ -258,20 +243,12 @@ def test_an_engine_that_ends_an_idle_connection_just_then_is_not_gone():
         await reader.read(1)
         writer.close()
 
-    async def check():
-        module, port = load(), free_port()
-        engine = await asyncio.start_server(once, "127.0.0.1", free_port())
-        address = f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}"
-        kinds = module.Engines("prefill", [address]), module.Engines("decode", [address])
-        runner = aiohttp.web.AppRunner(module.Router(*kinds, 20.0).app())
-        await runner.setup()
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
-        async with aiohttp.ClientSession() as session:
-            for _ in range(3):
-                url = f"http://127.0.0.1:{port}/v1/completions"
-                async with session.post(url, json={"prompt": "x"}) as answer:
-                    assert answer.status == 200, await answer.text()
-        await runner.cleanup()
-        engine.close()
+    async def test(running):
+        engines = [await asyncio.start_server(once, "127.0.0.1", port) for port in running.absent]
+        for _ in range(3):
+            status, text = await running.ask()
+            assert status == 200, text
+        for engine in engines:
+            engine.close()
 
-    asyncio.run(check())
+    run(test, [None], [None])

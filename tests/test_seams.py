@@ -20,276 +20,224 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
 
 SOURCE = Path(__file__).parents[1] / "src" / "sipipe"
 
-METHODS = {
-    # The executor: what EngineCore calls, and what we call of the base class.
-    "vllm.v1.executor.abstract:Executor._init_executor": "self",
-    "vllm.v1.executor.abstract:Executor.collective_rpc": "self method timeout args kwargs non_block",
-    "vllm.v1.executor.abstract:Executor.execute_model": "self scheduler_output non_block",
-    "vllm.v1.executor.abstract:Executor.sample_tokens": "self grammar_output non_block",
-    "vllm.v1.executor.abstract:Executor.compile_or_warm_up_model": "self",
-    "vllm.v1.executor.abstract:Executor.init_kv_output_aggregator": "self connector",
-    "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate": (
-        "self outputs output_rank"
-    ),
-    "vllm.v1.outputs:ModelRunnerOutput.with_kv_conn_output_only": "kv_connector_output",
-    "vllm.v1.worker.gpu.kv_connector:KVConnector.post_forward": "self finished_req_ids",
-    "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": "self request",
-    "vllm.v1.sample.sampler:Sampler.forward": "self logits sampling_metadata",
-    "vllm.v1.structured_output.utils:apply_grammar_bitmask": (
-        "scheduler_output grammar_output input_batch logits"
-    ),
-    "vllm.v1.sample.logits_processor:build_logitsprocs": (
-        "vllm_config device is_pin_memory is_pooling_model custom_logitsprocs"
-    ),
-    "vllm.v1.executor.abstract:Executor.take_draft_token_ids": "self",
-    "vllm.v1.executor.abstract:Executor.check_health": "self",
-    "vllm.v1.executor.abstract:Executor.register_failure_callback": "self callback",
-    "vllm.v1.executor.abstract:Executor.shutdown": "self",
-    "vllm.v1.executor.abstract:Executor.supports_async_scheduling": "",
-    "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args": "args",
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
-    "vllm.engine.arg_utils:EngineArgs.__post_init__": "self",
-    "vllm.config:VllmConfig.max_concurrent_batches": None,
-    "vllm.config:VllmConfig.use_v2_model_runner": None,
-    "vllm.config:VllmConfig._validate_v2_model_runner": "self",
-    "vllm.config:VllmConfig._get_v2_model_runner_unsupported_features": "self",
-    "vllm.model_executor.model_loader:get_model_loader": "load_config",
-    "vllm.tokenizers.registry:_TokenizerRegistry.load_tokenizer_cls": "self tokenizer_mode",
-    # The benchmark client.
-    "vllm.benchmarks.serve:add_cli_args": "parser",
-    "vllm.benchmarks.serve:main_async": "args",
-    # Scheduling.
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule": "self throttle_prefills",
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
-        "self scheduler_output model_runner_output"
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "self",
-    # It counts tokens that are still to come.
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
-        "self scheduler_output"
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "self draft_token_ids",
-    "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
-    "vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding": "self",
-    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": "self",
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
-    # What a client is told of a request that fails, and what its seed comes from.
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": None,
-    "vllm.v1.utils:shutdown": "procs timeout",
-    "vllm.v1.engine.input_processor:InputProcessor.assign_request_id": "request",
-    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": (
-        "self request num_computed_tokens num_new_tokens"
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
-        "self request num_new_tokens"
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler._is_blocked_waiting_status": "status",
-    # Workers.
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.__init__": "self rpc_rank global_rank",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": "self all_kwargs",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model": "self scheduler_output",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown": "self",
-    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "self",
-    "vllm.v1.worker.cpu_worker:CPUWorker.load_model": "self",
-    "vllm.v1.worker.gpu_worker:Worker.init_device": "self",
-    "vllm.v1.worker.cpu_worker:init_worker_distributed_environment": (
-        "vllm_config rank distributed_init_method local_rank backend"
-    ),
-    "vllm.v1.worker.gpu_worker:init_worker_distributed_environment": (
-        "vllm_config rank distributed_init_method local_rank backend"
-    ),
-    "vllm.distributed.parallel_state:init_distributed_environment": (
-        "world_size rank distributed_init_method local_rank backend"
-    ),
-    "vllm.distributed.parallel_state:ensure_model_parallel_initialized": (
-        "tensor_model_parallel_size pipeline_model_parallel_size"
-    ),
-    "vllm.distributed.parallel_state:set_custom_all_reduce": "enable",
-    "vllm.distributed.device_communicators.all_reduce_utils:gpu_p2p_access_check": "src tgt",
-    "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
-    "vllm.utils.ompmultiprocessing:OMPProcessManager": "config",
-    "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs": "self rank local_rank",
-    "vllm.distributed.parallel_state:GroupCoordinator.all_gather": "self input_ dim",
-    # The second runner, which is hosted as it is but for what we put in place of its parts.
-    "vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace": None,
-    "vllm.v1.worker.gpu.model_runner:PPHandler": "max_num_reqs num_speculative_steps device",
-    "vllm.v1.worker.gpu.model_runner:PPHandler.get_prev_sampled_outputs": "self",
-    "vllm.v1.worker.gpu.model_runner:PPHandler.receive": "self input_batch",
-    "vllm.v1.worker.gpu.model_runner:PPHandler.broadcast": "self",
-    "vllm.v1.worker.gpu.model_runner:PPHandler.on_req_idx_freed": "self req_idx",
-    "vllm.v1.worker.gpu.model_runner:PPHandler.relay_aux_hidden_states": (
-        "self intermediate_tensors output_intermediate_tensors"
-    ),
-    "vllm.v1.worker.gpu.model_runner:Sampler.add_request": "self req_idx sampling_params",
-    "vllm.v1.worker.gpu.model_runner:Sampler.apply_staged_writes": "self",
-    "vllm.v1.worker.gpu.model_runner:Sampler.__call__": "self logits input_batch",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample": (
-        "self hidden_states input_batch grammar_output"
-    ),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": "self num_tokens uniform_decode",
-    "vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs": (
-        "self req_ids idx_mapping num_scheduled_tokens"
-    ),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._set_active_loras": (
-        "self prompt_lora_mapping token_lora_mapping lora_requests"
-    ),
-    "vllm.v1.worker.gpu.states:RequestState.add_request": (
-        "self req_id prompt_len all_token_ids num_computed_tokens max_tokens"
-    ),
-    "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": "self",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
-        "self request num_new_tokens num_lookahead_tokens"
-    ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "self request num_computed_tokens",
-    "vllm.v1.worker.gpu.states:RequestState.remove_request": "self req_id",
-    "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy": "num_reqs num_tokens input_buffers",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
-        "self idx_mapping sampled_tokens num_sampled num_rejected"
-    ),
-    "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output": "self",
-    "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": (
-        "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting use_fp64"
-    ),
-    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva": "self",
-    "vllm.v1.worker.gpu_worker:Worker.execute_model": "self scheduler_output",
-    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "self grammar_output",
-    "vllm.v1.worker.gpu_worker:Worker.load_model": "self",
-    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": "self",
-    "vllm.utils.torch_utils:async_tensor_h2d": "data device dtype out",
-    "vllm.utils.numa_utils:get_auto_numa_nodes": "",
-    "vllm.utils.cpu_resource_utils:get_memory_node_info": "node_id",
-    "vllm.utils.cpu_resource_utils:get_visible_memory_node": None,
-    "vllm.utils.cpu_resource_utils:get_cgroup_memory_limit": "",
-    "vllm.utils.cpu_resource_utils:get_cgroup_memory_usage": "",
-    "vllm.v1.executor.multiproc_executor:set_multiprocessing_worker_envs": "local_world_size",
-    "vllm.platforms.interface:Platform.visible_device_id_to_physical_device_id": "device_id",
-    "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits": "self logits",
-    # Ray's nodes.
-    "vllm.ray.ray_env:get_env_vars_to_copy": "exclude_vars additional_vars destination",
-    "vllm.logger:configure_logging": "config",
-    "vllm.platforms.interface:Platform.device_control_id_to_physical_device_id": "device_id",
-}
-"""Functions and methods: parameters that we pass by name or override; None: only that it is there.
+
+def rows(table: str) -> list[str]:
+    """But for comments; an indented line goes on with the one before."""
+    lines = table.replace("\n    ", " ").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def methods(table: str) -> dict[str, str | None]:
+    parts = (row.partition("(") for row in rows(table))
+    return {place: names[:-1].replace(",", "") if opens else None for place, opens, names in parts}
+
+
+def attributes(table: str) -> dict[str, str]:
+    return dict(row.split(": ") for row in rows(table))
+
+
+METHODS = methods("""
+# The executor: what EngineCore calls, and what we call of the base class.
+vllm.v1.executor.abstract:Executor._init_executor(self)
+vllm.v1.executor.abstract:Executor.collective_rpc(self, method, timeout, args, kwargs, non_block)
+vllm.v1.executor.abstract:Executor.execute_model(self, scheduler_output, non_block)
+vllm.v1.executor.abstract:Executor.sample_tokens(self, grammar_output, non_block)
+vllm.v1.executor.abstract:Executor.compile_or_warm_up_model(self)
+vllm.v1.executor.abstract:Executor.init_kv_output_aggregator(self, connector)
+vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate(self, outputs, output_rank)
+vllm.v1.outputs:ModelRunnerOutput.with_kv_conn_output_only(kv_connector_output)
+vllm.v1.worker.gpu.kv_connector:KVConnector.post_forward(self, finished_req_ids)
+vllm.v1.worker.gpu_input_batch:InputBatch.add_request(self, request)
+vllm.v1.sample.sampler:Sampler.forward(self, logits, sampling_metadata)
+vllm.v1.structured_output.utils:apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits)
+vllm.v1.sample.logits_processor:build_logitsprocs(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+vllm.v1.executor.abstract:Executor.take_draft_token_ids(self)
+vllm.v1.executor.abstract:Executor.check_health(self)
+vllm.v1.executor.abstract:Executor.register_failure_callback(self, callback)
+vllm.v1.executor.abstract:Executor.shutdown(self)
+vllm.v1.executor.abstract:Executor.supports_async_scheduling()
+vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args(args)
+vllm.engine.arg_utils:EngineArgs.create_engine_config(self, usage_context)
+vllm.engine.arg_utils:EngineArgs.__post_init__(self)
+vllm.config:VllmConfig.max_concurrent_batches
+vllm.config:VllmConfig._validate_v2_model_runner(self)
+vllm.config:VllmConfig._get_v2_model_runner_unsupported_features(self)
+vllm.model_executor.model_loader:get_model_loader(load_config)
+vllm.tokenizers.registry:_TokenizerRegistry.load_tokenizer_cls(self, tokenizer_mode)
+# The benchmark client.
+vllm.benchmarks.serve:add_cli_args(parser)
+vllm.benchmarks.serve:main_async(args)
+# Scheduling.
+vllm.v1.core.sched.scheduler:Scheduler.schedule(self, throttle_prefills)
+vllm.v1.core.sched.scheduler:Scheduler.update_from_output(self, scheduler_output, model_runner_output)
+vllm.v1.core.sched.scheduler:Scheduler.has_requests(self)
+# It counts tokens that are still to come.
+vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule(self, scheduler_output)
+vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids(self, draft_token_ids)
+vllm.sampling_params:SamplingParams._validate_spec_decode(self, speculative_config)
+vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding(self)
+vllm.v1.core.sched.scheduler:Scheduler.get_request_counts(self)
+vllm.v1.core.sched.scheduler:Scheduler.add_request(self, request)
+# What a client is told of a request that fails, and what its seed comes from.
+vllm.v1.engine.async_llm:AsyncLLM.generate
+vllm.v1.utils:shutdown(procs, timeout)
+vllm.v1.engine.input_processor:InputProcessor.assign_request_id(request)
+vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead(self, request, num_computed_tokens, num_new_tokens)
+vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split(self, request, num_new_tokens)
+vllm.v1.core.sched.scheduler:Scheduler._is_blocked_waiting_status(status)
+# Workers.
+vllm.v1.worker.worker_base:WorkerWrapperBase.__init__(self, rpc_rank, global_rank)
+vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker(self, all_kwargs)
+vllm.v1.worker.worker_base:WorkerWrapperBase.init_device(self)
+vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model(self, scheduler_output)
+vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown(self)
+vllm.v1.worker.cpu_worker:CPUWorker.init_device(self)
+vllm.v1.worker.cpu_worker:CPUWorker.load_model(self)
+vllm.v1.worker.gpu_worker:Worker.init_device(self)
+vllm.v1.worker.cpu_worker:init_worker_distributed_environment(vllm_config, rank, distributed_init_method, local_rank, backend)
+vllm.v1.worker.gpu_worker:init_worker_distributed_environment(vllm_config, rank, distributed_init_method, local_rank, backend)
+vllm.distributed.parallel_state:init_distributed_environment(world_size, rank, distributed_init_method, local_rank, backend)
+vllm.distributed.parallel_state:ensure_model_parallel_initialized(tensor_model_parallel_size, pipeline_model_parallel_size)
+vllm.distributed.parallel_state:set_custom_all_reduce(enable)
+vllm.distributed.device_communicators.all_reduce_utils:gpu_p2p_access_check(src, tgt)
+vllm.distributed.utils:get_pp_indices(num_hidden_layers, pp_rank, pp_size)
+vllm.utils.ompmultiprocessing:OMPProcessManager(config)
+vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs(self, rank, local_rank)
+vllm.distributed.parallel_state:GroupCoordinator.all_gather(self, input_, dim)
+# The second runner, which is hosted as it is but for what we put in place of its parts.
+vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace
+vllm.v1.worker.gpu.model_runner:PPHandler(max_num_reqs, num_speculative_steps, device)
+vllm.v1.worker.gpu.model_runner:PPHandler.get_prev_sampled_outputs(self)
+vllm.v1.worker.gpu.model_runner:PPHandler.receive(self, input_batch)
+vllm.v1.worker.gpu.model_runner:PPHandler.broadcast(self)
+vllm.v1.worker.gpu.model_runner:PPHandler.on_req_idx_freed(self, req_idx)
+vllm.v1.worker.gpu.model_runner:PPHandler.relay_aux_hidden_states(self, intermediate_tensors, output_intermediate_tensors)
+vllm.v1.worker.gpu.model_runner:Sampler.add_request(self, req_idx, sampling_params)
+vllm.v1.worker.gpu.model_runner:Sampler.apply_staged_writes(self)
+vllm.v1.worker.gpu.model_runner:Sampler.__call__(self, logits, input_batch)
+vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample(self, hidden_states, input_batch, grammar_output)
+vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run(self, num_tokens, uniform_decode)
+vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)
+vllm.v1.worker.gpu.model_runner:GPUModelRunner._set_active_loras(self, prompt_lora_mapping, token_lora_mapping, lora_requests)
+vllm.v1.worker.gpu.states:RequestState.add_request(self, req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
+vllm.v1.worker.gpu.states:RequestState.apply_staged_writes(self)
+vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots(self, request, num_new_tokens, num_lookahead_tokens)
+vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks(self, request, num_computed_tokens)
+vllm.v1.worker.gpu.states:RequestState.remove_request(self, req_id)
+vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy(num_reqs, num_tokens, input_buffers)
+vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled(self, idx_mapping, sampled_tokens, num_sampled, num_rejected)
+vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output(self)
+vllm.v1.worker.gpu.sample.gumbel:gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)
+vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva(self)
+vllm.v1.worker.gpu_worker:Worker.execute_model(self, scheduler_output)
+vllm.v1.worker.gpu_worker:Worker.sample_tokens(self, grammar_output)
+vllm.v1.worker.gpu_worker:Worker.load_model(self)
+vllm.v1.worker.gpu_worker:Worker.determine_available_memory(self)
+vllm.utils.torch_utils:async_tensor_h2d(data, device, dtype, out)
+vllm.utils.numa_utils:get_auto_numa_nodes()
+vllm.utils.cpu_resource_utils:get_memory_node_info(node_id)
+vllm.utils.cpu_resource_utils:get_visible_memory_node
+vllm.utils.cpu_resource_utils:get_cgroup_memory_limit()
+vllm.utils.cpu_resource_utils:get_cgroup_memory_usage()
+vllm.v1.executor.multiproc_executor:set_multiprocessing_worker_envs(local_world_size)
+vllm.platforms.interface:Platform.visible_device_id_to_physical_device_id(device_id)
+vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits(self, logits)
+# Ray's nodes.
+vllm.ray.ray_env:get_env_vars_to_copy(exclude_vars, additional_vars, destination)
+vllm.logger:configure_logging(config)
+vllm.platforms.interface:Platform.device_control_id_to_physical_device_id(device_id)
+""")
+"""Functions and methods: parameters that we pass by name or override; none: only that it is there.
 
 Parameters may be followed by others; an override's own signature is compared with these by mypy.
 """
 
-ATTRIBUTES = {
-    "vllm.v1.executor.abstract:Executor": "vllm_config parallel_config scheduler_config supports_pp",
-    "vllm.v1.core.sched.scheduler:Scheduler": (
-        "dynamic_sd_lookup num_spec_tokens structured_output_manager max_num_running_reqs "
-        "grammar_compile_error_reqs running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
-        "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
-        "scheduler_config cache_config is_encoder_decoder vllm_config needs_kv_cache_zeroing use_pp"
-    ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator empty_kv_cache_blocks enable_caching",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
-        "_record_new_block_ids block_size num_cached_block block_pool"
-    ),
-    "vllm.v1.request:Request": (
-        "next_decode_eligible_step num_tokens_with_spec num_output_placeholders "
-        "num_computed_tokens is_prefill_chunk spec_token_ids num_tokens lora_request status "
-        "request_id"
-    ),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
-        "total_num_scheduled_tokens has_structured_output_requests new_block_ids_to_zero "
-        "kv_cache_block_copies preempted_req_ids free_encoder_mm_hashes"
-    ),
-    "vllm.v1.core.sched.output:CachedRequestData": (
-        "req_ids new_token_ids new_block_ids num_computed_tokens num_output_tokens"
-    ),
-    "vllm.v1.core.sched.output:NewRequestData": (
-        "req_id prompt_token_ids sampling_params block_ids num_computed_tokens lora_request "
-        "prefill_token_ids"
-    ),
-    "vllm.v1.core.sched.output:GrammarOutput": "structured_output_request_ids grammar_bitmask",
-    "vllm.v1.outputs:ModelRunnerOutput": (
-        "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict "
-        "prompt_token_id_logprobs_dict kv_connector_output pooler_output"
-    ),
-    "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason num_nans_in_logits",
-    "vllm.outputs:CompletionOutput": "finish_reason stop_reason",
-    "vllm.v1.outputs:LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks",
-    "vllm.v1.worker.cpu_worker:CPUWorker": "model_runner scheduler_config model_config",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
-        "pp_handler req_states sampler prompt_logprobs_worker intermediate_tensors max_num_reqs "
-        "max_num_tokens lora_config is_first_pp_rank is_last_pp_rank device model vllm_config model_config "
-        "input_buffers is_pooling_model kv_connector max_model_len"
-    ),
-    # vLLM's PyTorch sampler and its batch of request states.
-    "vllm.v1.worker.gpu_input_batch:InputBatch": (
-        "req_ids req_id_to_index sampling_metadata condense remove_request refresh_metadata"
-    ),
-    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
-        "req_id prompt_token_ids mm_features sampling_params generator block_ids "
-        "num_computed_tokens output_token_ids prompt_embeds prompt_is_token_ids num_prompt_tokens"
-    ),
-    "vllm.v1.outputs:LogprobsTensors": "logprob_token_ids logprobs selected_token_ranks",
-    "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
-    "vllm.v1.worker.gpu.async_utils:AsyncOutput": "sampled_token_ids model_runner_output",
-    "vllm.v1.worker.gpu.async_utils:AsyncPoolingOutput": "copy_event",
-    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np gpu",
-    "vllm.v1.worker.gpu.input_batch:InputBatch": (
-        "req_ids num_reqs num_computed_tokens_np num_scheduled_tokens prefill_len_np "
-        "logits_indices idx_mapping_np is_prefilling_np idx_mapping expanded_idx_mapping positions"
-    ),
-    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": "uses_prompt_logprobs",
-    "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
-        "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected"
-    ),
-    "vllm.v1.worker.gpu_worker:Worker": "use_v2_model_runner model_runner cache_config _pp_send_work",
-    "vllm.distributed.parallel_state": "_PP",
-    "vllm.config:VllmConfig": (
-        "quant_config model_config parallel_config scheduler_config cache_config additional_config lora_config "
-        "speculative_config kv_transfer_config ec_transfer_config reasoning_config "
-        "aux_output_config observability_config "
-        "watermark_config use_v2_model_runner logging_config"
-    ),
-    "vllm.config:MultiModalConfig": "mm_processor_cache_type",
-    "vllm.config:ParallelConfig": (
-        "pipeline_parallel_size tensor_parallel_size world_size worker_cls data_parallel_size "
-        "data_parallel_index data_parallel_size_local data_parallel_backend prefill_context_parallel_size decode_context_parallel_size nnodes "
-        "enable_eplb enable_elastic_ep numa_bind disable_custom_all_reduce distributed_timeout_seconds "
-        "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
-    ),
-    "vllm.entrypoints.common.cli_args:FrontendArgs": "middleware",
-    # A server that ends: what of it the middleware asks.
-    "vllm.v1.engine.async_llm:AsyncLLM": "engine_core errored",
-    "vllm.v1.engine.core_client:MPClient": "resources",
-    "vllm.v1.engine.core_client:BackgroundResources": "engine_manager",
-    "vllm.v1.engine.utils:CoreEngineProcManager": "manager_stopped",
-    "vllm.v1.engine.utils:CoreEngineActorManager": "manager_stopped",
-    "vllm.config.aux_output:AuxOutputConfig": "enabled",
-    "vllm.config:SchedulerConfig": "prefill_schedule_interval",
-    "vllm.config:SpeculativeConfig": (
-        "method num_speculative_tokens prompt_lookup_max prompt_lookup_min "
-        "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method"
-    ),
-    "vllm.envs": (
-        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "
-        "VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT "
-        "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK"
-    ),
-    "vllm.platforms.interface:Platform": (
-        "ray_device_key ray_noset_device_env_vars device_control_env_var additional_env_vars"
-    ),
-    "vllm.config:ModelConfig": (
-        "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "
-        "is_hybrid is_attention_free is_moe return_sampling_mask enable_prompt_embeds logprobs_mode "
-        "use_fp64_gumbel enable_sleep_mode has_inner_state rswa_window "
-        "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
-    ),
-    "vllm.sampling_params:SamplingParams": (
-        "temperature top_k top_p min_p seed logprobs prompt_logprobs prompt_logprob_token_ids "
-        "logit_bias bad_words "
-        "allowed_token_ids min_tokens repetition_penalty presence_penalty frequency_penalty "
-        "structured_outputs"
-    ),
-}
+ATTRIBUTES = attributes("""
+vllm.v1.executor.abstract:Executor: vllm_config parallel_config scheduler_config supports_pp
+vllm.v1.core.sched.scheduler:Scheduler: dynamic_sd_lookup num_spec_tokens
+    structured_output_manager max_num_running_reqs grammar_compile_error_reqs running waiting
+    kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs kv_cache_manager lora_config
+    need_mamba_block_aligned_split current_step scheduler_config cache_config is_encoder_decoder
+    vllm_config needs_kv_cache_zeroing use_pp
+vllm.v1.core.kv_cache_manager:KVCacheManager: coordinator empty_kv_cache_blocks enable_caching
+vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator: single_type_managers
+vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager: _record_new_block_ids
+    block_size num_cached_block block_pool
+vllm.v1.request:Request: next_decode_eligible_step num_tokens_with_spec num_output_placeholders
+    num_computed_tokens is_prefill_chunk spec_token_ids num_tokens lora_request status request_id
+vllm.v1.core.sched.output:SchedulerOutput: scheduled_new_reqs scheduled_cached_reqs
+    num_scheduled_tokens finished_req_ids total_num_scheduled_tokens
+    has_structured_output_requests new_block_ids_to_zero kv_cache_block_copies preempted_req_ids
+    free_encoder_mm_hashes
+vllm.v1.core.sched.output:CachedRequestData: req_ids new_token_ids new_block_ids
+    num_computed_tokens num_output_tokens
+vllm.v1.core.sched.output:NewRequestData: req_id prompt_token_ids sampling_params block_ids
+    num_computed_tokens lora_request prefill_token_ids
+vllm.v1.core.sched.output:GrammarOutput: structured_output_request_ids grammar_bitmask
+vllm.v1.outputs:ModelRunnerOutput: req_ids req_id_to_index sampled_token_ids logprobs
+    prompt_logprobs_dict prompt_token_id_logprobs_dict kv_connector_output pooler_output
+vllm.v1.engine:EngineCoreOutput: request_id finish_reason stop_reason num_nans_in_logits
+vllm.outputs:CompletionOutput: finish_reason stop_reason
+vllm.v1.outputs:LogprobsLists: logprob_token_ids logprobs sampled_token_ranks
+vllm.v1.worker.cpu_worker:CPUWorker: model_runner scheduler_config model_config
+vllm.v1.worker.gpu.model_runner:GPUModelRunner: pp_handler req_states sampler
+    prompt_logprobs_worker intermediate_tensors max_num_reqs max_num_tokens lora_config
+    is_first_pp_rank is_last_pp_rank device model vllm_config model_config input_buffers
+    is_pooling_model kv_connector max_model_len
+# vLLM's PyTorch sampler and its batch of request states.
+vllm.v1.worker.gpu_input_batch:InputBatch: req_ids req_id_to_index sampling_metadata condense
+    remove_request refresh_metadata
+vllm.v1.worker.gpu_input_batch:CachedRequestState: req_id prompt_token_ids mm_features
+    sampling_params generator block_ids num_computed_tokens output_token_ids prompt_embeds
+    prompt_is_token_ids num_prompt_tokens
+vllm.v1.outputs:LogprobsTensors: logprob_token_ids logprobs selected_token_ranks
+vllm.v1.worker.gpu.states:RequestState: req_id_to_index prefill_len
+vllm.v1.worker.gpu.async_utils:AsyncOutput: sampled_token_ids model_runner_output
+vllm.v1.worker.gpu.async_utils:AsyncPoolingOutput: copy_event
+vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor: np gpu
+vllm.v1.worker.gpu.input_batch:InputBatch: req_ids num_reqs num_computed_tokens_np
+    num_scheduled_tokens prefill_len_np logits_indices idx_mapping_np is_prefilling_np idx_mapping
+    expanded_idx_mapping positions
+vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker: uses_prompt_logprobs
+vllm.v1.worker.gpu.sample.output:SamplerOutput: sampled_token_ids logprobs_tensors num_nans
+    num_sampled num_rejected
+vllm.v1.worker.gpu_worker:Worker: use_v2_model_runner model_runner cache_config _pp_send_work
+vllm.distributed.parallel_state: _PP
+vllm.config:VllmConfig: quant_config model_config parallel_config scheduler_config cache_config
+    additional_config lora_config speculative_config kv_transfer_config ec_transfer_config
+    reasoning_config aux_output_config observability_config watermark_config use_v2_model_runner
+    logging_config
+vllm.config:MultiModalConfig: mm_processor_cache_type
+vllm.config:ParallelConfig: pipeline_parallel_size tensor_parallel_size world_size worker_cls
+    data_parallel_size data_parallel_index data_parallel_size_local data_parallel_backend
+    prefill_context_parallel_size decode_context_parallel_size nnodes enable_eplb
+    enable_elastic_ep numa_bind disable_custom_all_reduce distributed_timeout_seconds
+    use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env
+vllm.entrypoints.common.cli_args:FrontendArgs: middleware
+# A server that ends: what of it the middleware asks.
+vllm.v1.engine.async_llm:AsyncLLM: engine_core errored
+vllm.v1.engine.core_client:MPClient: resources
+vllm.v1.engine.core_client:BackgroundResources: engine_manager
+vllm.v1.engine.utils:CoreEngineProcManager: manager_stopped
+vllm.v1.engine.utils:CoreEngineActorManager: manager_stopped
+vllm.config.aux_output:AuxOutputConfig: enabled
+vllm.config:SchedulerConfig: prefill_schedule_interval
+vllm.config:SpeculativeConfig: method num_speculative_tokens prompt_lookup_max prompt_lookup_min
+    suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
+    suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method
+vllm.envs: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES
+    VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT
+    VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK
+vllm.platforms.interface:Platform: ray_device_key ray_noset_device_env_vars device_control_env_var
+    additional_env_vars
+vllm.config:ModelConfig: model dtype seed runner_type logits_processors is_multimodal_model
+    is_encoder_decoder is_hybrid is_attention_free is_moe return_sampling_mask
+    enable_prompt_embeds logprobs_mode use_fp64_gumbel enable_sleep_mode has_inner_state
+    rswa_window hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers
+vllm.sampling_params:SamplingParams: temperature top_k top_p min_p seed logprobs prompt_logprobs
+    prompt_logprob_token_ids logit_bias bad_words allowed_token_ids min_tokens repetition_penalty
+    presence_penalty frequency_penalty structured_outputs
+""")
 
 
 MOVED = {"vllm.entrypoints.common.cli_args": "vllm.entrypoints.launchers.cli_args"}

@@ -6,13 +6,13 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from sipipe.cli import COMMANDS, main
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,16 +33,8 @@ def test_every_python_snippet_is_python():
 def run(code: str, folder: Path, **environment: str) -> None:
     file = folder / "snippet.py"
     file.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, str(file)]
+    done = ran(command, cwd=folder, env=os.environ | environment, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -60,12 +52,8 @@ def test_readme_s_snippet_runs_as_a_file(tmp_path):
     model = make_model("llama", tmp_path / "model")
     assert '"MODEL"' in code
     asked = "    print(llm.generate(['Once'])[0].outputs[0].text)\n"
-    run(
-        code.replace('"MODEL"', repr(str(model))) + asked,
-        tmp_path,
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-    )
+    code = code.replace('"MODEL"', repr(str(model))) + asked
+    run(code, tmp_path, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
 
 def commands() -> list[list[str]]:

@@ -23,6 +23,7 @@ import pytest
 
 from sipipe import halves
 from tests.ipc.link.conftest import free_port
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -52,11 +53,9 @@ def test_the_tutorial(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = tmp_path / "venv" / "bin"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SIPIPE_", "VLLM_"))
-    } | {
+    ours = ("SIPIPE_", "VLLM_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment |= {
         "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": LENT,
         "HF_HUB_OFFLINE": "1",
@@ -64,17 +63,8 @@ def test_the_tutorial(tmp_path):
     }
 
     def run(line: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", line],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        bash = ["bash", "-euo", "pipefail", "-c", line]
+        done = ran(bash, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, timeout=300)
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}"
         return done.stdout
 

@@ -18,8 +18,13 @@ PROMPTS = ["The capital of France is", "Once upon a time there was", "2 + 2 ="]
 ENGINE = ["--pp", "2", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"]
 
 
-def command(name, model, *more):
-    return [sys.executable, "-m", "sipipe", name, str(model), *more, *ENGINE]
+def generated(model, *more, prompts=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "sipipe", "generate", str(model), *more, *ENGINE]
+    done = subprocess.run(
+        command, input=prompts, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +53,8 @@ def nothing_is_left():
 
 def test_generate_gives_what_transformers_gives(model, environment):
     transformers = pytest.importorskip("transformers")
-    done = subprocess.run(
-        command("generate", model, "--json", "--max-tokens", "12", "--ignore-eos", "--file", "-"),
-        input="\n".join(PROMPTS),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = "--json --max-tokens 12 --ignore-eos --file -"
+    done = generated(model, *options.split(), prompts="\n".join(PROMPTS))
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == PROMPTS
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -72,14 +70,7 @@ def test_generate_gives_what_transformers_gives(model, environment):
 
 
 def test_generate_streams_to_the_terminal_in_order(model, environment):
-    done = subprocess.run(
-        command("generate", model, *PROMPTS, "--max-tokens", "5", "--temperature", "0.8"),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = generated(model, *PROMPTS, "--max-tokens", "5", "--temperature", "0.8")
     assert "core plan: stage 0: core" in done.stderr
     places = [done.stdout.index(prompt) for prompt in PROMPTS]
     assert places == sorted(places)

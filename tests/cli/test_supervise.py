@@ -99,9 +99,19 @@ def ignoring(number):
     return lambda: signal.signal(number, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-def test_a_closed_terminal_ends_it_in_good_order(supervised, tmp_path, number):
-    process, server = supervised("is told")
+def blocking(*numbers):
+    return lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+@pytest.mark.parametrize(
+    ("number", "before"),
+    [
+        *((number, None) for number in (signal.SIGHUP, signal.SIGQUIT)),  # of a closed terminal
+        (signal.SIGTERM, blocking(signal.SIGTERM, signal.SIGINT)),
+    ],
+)
+def test_a_signal_reaches_the_server_which_ends_in_good_order(supervised, tmp_path, number, before):
+    process, server = supervised("is told", before=before)
     process.send_signal(number)
     assert process.wait(20) == 0
     assert (tmp_path / "marker").exists()  # it was not killed
@@ -126,16 +136,6 @@ def test_what_nohup_ignores_is_ignored(supervised, number):
     assert psutil.pid_exists(server)
     process.terminate()
     assert process.wait(20) == 0
-
-
-def test_signals_that_were_blocked_reach_the_server(supervised, tmp_path):
-    blocked = {signal.SIGTERM, signal.SIGINT}
-    process, _ = supervised(
-        "is told", before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    )
-    process.terminate()
-    assert process.wait(20) == 0
-    assert (tmp_path / "marker").exists()
 
 
 def test_a_second_signal_ends_at_once(supervised):

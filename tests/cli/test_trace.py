@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,10 +50,7 @@ def test_two_runs_of_one_engine_are_named_by_their_directories(
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "[other]"):
-        directory = tmp_path / name / "trace"
-        directory.mkdir(parents=True)
-        for file in (example / "stock").glob(f"*{SUFFIX}"):
-            (directory / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(example / "stock", tmp_path / name / "trace")
     compared = ["one/trace", "--against", "[other]/trace", "--output", "x.html"]
     assert main(["trace", "report", *compared]) == 0
     out = capsys.readouterr().out
@@ -136,33 +134,35 @@ def test_nanoseconds_survive_microseconds(ns):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("line", "status", "message"),
     [
-        (["report", "/nowhere"], 1, "no such directory"),
-        (["report", "REPLICAS"], 1, "did you mean {0}/sipipe or {0}/stock?"),
-        (["report", "DIR", "--from", "soon"], 2, "--from: must be a number"),
-        (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a whole number of 0"),
-        (["report"], 2, "required: DIR"),
-        (["reprot", "DIR"], 2, "invalid choice: 'reprot'"),
-        (["report", "DIR", "--from", "1e6"], 1, "nothing between --from and --to"),
-        (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),
-        (["export", "DIR"], 2, "--perfetto"),
-        (["export", "DIR", "--perfetto", "/nowhere/x"], 1, "--perfetto"),
+        ("trace report /nowhere", 1, "no such directory"),
+        ("trace report REPLICAS", 1, "did you mean {0}/sipipe or {0}/stock?"),
+        ("trace report DIR --from soon", 2, "--from: must be a number"),
+        ("trace report DIR --detail -1", 2, "--detail: must be a whole number of 0"),
+        ("trace report", 2, "required: DIR"),
+        ("trace reprot DIR", 2, "invalid choice: 'reprot'"),
+        ("trace report DIR --from 1e6", 1, "nothing between --from and --to"),
+        ("trace report DIR -o /nowhere/x.html", 2, "--output"),
+        ("trace export DIR", 2, "--perfetto"),
+        ("trace export DIR --perfetto /nowhere/x", 1, "--perfetto"),
+        ("top --pid 4194305", 1, "no running SiPipe server"),
+        ("top --pid me", 2, "--pid: invalid int value"),
+        ("top --interval 0", 2, "--interval: must be"),
+        ("top --intervall 2", 2, "unrecognized arguments: --intervall"),
     ],
 )
-def test_mistakes_get_one_line(example, capsys, arguments, status, message):
+def test_mistakes_get_one_line(example, capsys, line, status, message):
     capsys.readouterr()
     places = {"DIR": example / "sipipe", "REPLICAS": example}
-    assert main(["trace", *(str(places.get(word, word)) for word in arguments)]) == status
+    assert main([str(places.get(word, word)) for word in line.split()]) == status
     error = capsys.readouterr().err
     assert message.format(example) in error
     assert error.count("\n") == 1
 
 
 def test_a_foreign_file_is_one_line_and_the_rest_is_used(example, tmp_path, capsys):
-    for file in (example / "stock").iterdir():
-        if file.suffix == SUFFIX:
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(example / "stock", tmp_path, dirs_exist_ok=True)
     (tmp_path / f"foreign{SUFFIX}").write_bytes(b"something else entirely")
     assert main(["trace", "report", str(tmp_path), "--json"]) == 0
     shown = capsys.readouterr()
@@ -187,10 +187,14 @@ def server(monkeypatch):
     page.close()
 
 
+def top_once(server, capsys, *more):
+    pid = str(server.header.pid)
+    assert main(["top", "--once", "--interval", "0.1", "--pid", pid, *more]) == 0
+    return capsys.readouterr().out
+
+
 def test_top_once(server, capsys):
-    pid = ["--pid", str(server.header.pid)]
-    assert main(["top", "--once", "--interval", "0.1", *pid]) == 0
-    out = capsys.readouterr().out
+    out = top_once(server, capsys)
     for text in ("tiny-llama", "running 12", "in flight 0/3", "sampler", "device"):
         assert text in out
 
@@ -206,8 +210,7 @@ def test_top_cuts_nothing_at_80_columns(server, capsys, monkeypatch):
     executor.add(Word.TTFT_NS, 5 * 10**10)
     for word in (Word.RUNNING, Word.WAITING, Word.INFLIGHT):
         executor.set(word, 2048)
-    assert main(["top", "--once", "--interval", "0.1", "--pid", str(server.header.pid)]) == 0
-    out = capsys.readouterr().out
+    out = top_once(server, capsys)
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
     for whole in ("TPOT", "waiting 2048", "queue", "Ctrl-C"):
@@ -228,27 +231,9 @@ def test_the_first_view_is_of_a_whole_interval(server, monkeypatch):
 
 
 def test_top_json(server, capsys):
-    pid = ["--pid", str(server.header.pid)]
-    assert main(["top", "--once", "--json", "--interval", "0.1", *pid]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(top_once(server, capsys, "--json"))
     assert found["model"] == "tiny-llama"
     assert [s["iteration"] for s in found["stages"]] == [7, 7]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["--pid", "4194305"], 1, "no running SiPipe server"),
-        (["--pid", "me"], 2, "--pid: invalid int value"),
-        (["--interval", "0"], 2, "--interval: must be"),
-        (["--intervall", "2"], 2, "unrecognized arguments: --intervall"),
-    ],
-)
-def test_top_mistakes_get_one_line(capsys, arguments, status, message):
-    assert main(["top", *arguments]) == status
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_top_asks_which_of_two_servers(server, capsys):

@@ -17,27 +17,10 @@ from benchmarks.make_model.checkpoint import make_model
 from tests.cli.wrong_doors import RAISED, common
 from tests.cli.wrong_usages import DOORS, USAGES, arguments
 from tests.engine.forks import Forked
+from tests.programs import ran
 
 PROGRAM = Path(__file__).with_name("wrong_doors.py")
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def changed(model: Path, folder: Path, name: str, **fields) -> str:
-    """A copy of ``model`` whose config.json has these fields; None: has it not."""
-    copy = folder / name
-    shutil.copytree(model, copy)
-    config = json.loads((copy / "config.json").read_text()) | fields
-    config = {key: value for key, value in config.items() if value is not None}
-    (copy / "config.json").write_text(json.dumps(config))
-    return str(copy)
-
-
-def without(model: Path, folder: Path, name: str, *patterns: str) -> str:
-    copy = folder / name
-    shutil.copytree(model, copy)
-    for file in (file for pattern in patterns for file in copy.glob(pattern)):
-        file.unlink()
-    return str(copy)
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +30,29 @@ def models(tmp_path_factory):
     sound = make_model("llama", folder / "sound")
     (folder / "empty").mkdir()
     (folder / "file").write_text("no model")
-    half = without(sound, folder, "half_weights", "*.safetensors")
-    whole = (folder / "sound" / "model.safetensors").read_bytes()
-    (folder / "half_weights" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    bad = without(sound, folder, "bad_config")
-    (Path(bad) / "config.json").write_text("{")
-    return {
-        "sound": str(sound),
-        "nothing": str(folder / "nothing-like-it"),
-        "near": str(folder / "soundd"),
-        "empty": str(folder / "empty"),
-        "file": str(folder / "file"),
-        "no_config": without(sound, folder, "no_config", "config.json"),
-        "bad_config": bad,
-        "no_architecture": changed(sound, folder, "no_architecture", architectures=["NoSuch"]),
-        "unknown_type": changed(sound, folder, "unknown_type", model_type="no_such_type"),
-        "no_weights": without(sound, folder, "no_weights", "*.safetensors"),
-        "half_weights": half,
-        "no_tokenizer": without(sound, folder, "no_tokenizer", "*token*", "*vocab*", "merges*"),
-        "no_vocabulary_size": changed(sound, folder, "no_size", hidden_size=None, vocab_size="x"),
-    }
+    made = {"sound": sound, "nothing": folder / "nothing-like-it", "near": folder / "soundd"}
+    made |= {"empty": folder / "empty", "file": folder / "file"}
+
+    def copy(name, *patterns, **fields):
+        """Of the sound one: without files of these patterns, with these fields in config.json."""
+        made[name] = shutil.copytree(sound, folder / name)
+        for file in (file for pattern in patterns for file in made[name].glob(pattern)):
+            file.unlink()
+        if fields:
+            config = json.loads((sound / "config.json").read_text()) | fields
+            (made[name] / "config.json").write_text(json.dumps(config))
+
+    copy("no_config", "config.json")
+    copy("no_architecture", architectures=["NoSuch"])
+    copy("unknown_type", model_type="no_such_type")
+    copy("no_weights", "*.safetensors")
+    copy("no_tokenizer", "*token*", "*vocab*", "merges*")
+    copy("bad_config")
+    (made["bad_config"] / "config.json").write_text("{")
+    copy("half_weights")
+    weights = made["half_weights"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    return {name: str(path) for name, path in made.items()}
 
 
 ALL = [pytest.param((name, True), id=DOORS[name], marks=pytest.mark.slow) for name in DOORS]
@@ -156,16 +142,8 @@ vllm.LLM({model!r}, distributed_executor_backend=sipipe.Executor, **{arguments((
         "v": [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *words],
         "l": [sys.executable, "-c", program],
     }[name]
-    done = subprocess.run(
-        command,
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    environment = os.environ | ENVIRONMENT
+    done = ran(command, env=environment, stdin=subprocess.DEVNULL, timeout=180)
     if name != "l":
         assert not fault(wrong, name, done.returncode, done.stdout), done.stdout[-3000:]
         return

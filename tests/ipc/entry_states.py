@@ -11,8 +11,6 @@ import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["TRANSITIONS", "EntryEvent", "EntryState", "fire", "mermaid"]
-
 
 class EntryState(enum.Enum):
     """What lock and commit word of an entry say together."""

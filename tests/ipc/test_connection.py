@@ -72,21 +72,20 @@ def test_messages_both_ways_and_from_several_threads(ends):
         for _ in range(300):
             connecting.send(*connecting.receive(BOUND))
 
+    def send(n: int) -> None:
+        for _ in range(100):
+            listening.send(bytes([n]), b"x" * n)
+
     threads = [threading.Thread(target=echo)]
-    threads += [
-        threading.Thread(
-            target=lambda n=n: [listening.send(bytes([n]), b"x" * n) for _ in range(100)]
-        )
-        for n in range(3)
-    ]
+    threads += [threading.Thread(target=send, args=(n,)) for n in range(3)]
     for thread in threads:
         thread.start()
     back = [listening.receive(BOUND) for _ in range(300)]
     for thread in threads:
         thread.join()
-    assert sorted(map(tuple, back)) == sorted(
+    assert sorted(map(tuple, back)) == [
         (bytes([n]), b"x" * n) for n in range(3) for _ in range(100)
-    )
+    ]
 
 
 def test_parts_that_go_where_they_belong(ends):

@@ -1,7 +1,9 @@
-"""Any interleaving of a producer and its readers, and a kill after any step of any of them."""
+"""Any interleaving of a producer and its readers, and a kill after any step of any of them; the
+table of an entry's life, which every step is held against."""
 
 import re
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,26 @@ from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 from sipipe.messages.logits import LogitsShape
 
 from .crash import crash
+from .entry_states import TRANSITIONS, EntryEvent, EntryState, fire, mermaid
 from .sequencer import Sequencer
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "channels.md"
+
+
+def test_the_diagram_is_the_tables():
+    assert f"```mermaid\n{mermaid()}```" in DOCS.read_text(), (
+        "docs/channels.md is stale: paste what tests.ipc.entry_states.mermaid() returns"
+    )
+
+
+def test_every_state_is_reached_and_what_is_not_listed_is_refused():
+    reached = {EntryState.FREE}
+    for _ in EntryState:
+        reached |= {after for (state, _), after in TRANSITIONS.items() if state in reached}
+    assert reached == set(EntryState)
+    with pytest.raises(AssertionError, match="PUBLISH while READING"):
+        fire(EntryState.READING, EntryEvent.PUBLISH)
+
 
 ENTRIES = 4
 ENTRY_BYTES = 64

@@ -56,6 +56,12 @@ def write(writers, iteration, logits, row, vocab=101):
             region[...] = logits[:, part]
 
 
+def put(writer, iteration, timeout=60.0):
+    """One row, whatever it has."""
+    with writer.acquire(iteration, 1, iteration, timeout):
+        pass
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_ranks_write_one_array(make, ranks, dtype):
@@ -103,14 +109,12 @@ def test_nothing_is_published_after_an_exception(make):
 def test_a_late_sampler_is_named(make):
     _, (writer,), (reader,) = make()
     for i in range(2):
-        with writer.acquire(i, 1, i, 0):
-            pass
+        put(writer, i, 0)
     names_it = pytest.raises(StallError, match="that s should have left")
     with names_it, writer.acquire(2, 1, 2, 0.02):
         pass
     assert [reader.receive().iteration for _ in range(2)] == [0, 1]
-    with writer.acquire(2, 1, 2, 1):
-        pass
+    put(writer, 2, 1)
     assert reader.receive().iteration == 2
 
 
@@ -119,8 +123,7 @@ def test_who_is_behind(make):
     is to take a dead one's place, before it attaches and with the first that it draws again."""
     owner, (writer,), (reader,) = make()
     assert owner.behind() == {}
-    with writer.acquire(0, 1, 0):
-        pass
+    put(writer, 0)
     assert owner.behind() == {"s": 0}
     with reader.receive():
         assert owner.behind() == {"s": 0}
@@ -134,8 +137,7 @@ def test_who_is_behind(make):
     assert owner.behind() == {"s": 0}
     again.catch_up()
     assert owner.behind() == {}
-    with writer.acquire(1, 1, 1):
-        pass
+    put(writer, 1)
     assert owner.behind() == {"s": 1}
     with again.receive() as received:
         assert received.iteration == 0
@@ -147,8 +149,7 @@ def test_who_is_behind(make):
 
 def test_one_that_passes_the_first_over_is_not_behind(make):
     owner, (writer,), (reader,) = make()
-    with writer.acquire(0, 1, 0):
-        pass
+    put(writer, 0)
     again = make.restart(owner, reader)
     again.receive()  # and not told that it is done with it
     waiting = threading.Thread(target=again.receive)
@@ -174,11 +175,9 @@ def test_sizes_and_ranks(make):
 
 def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make):
     owner, (first, second), (reader,) = make(ranks=2)
-    with first.acquire(0, 1, 0):
-        pass
+    put(first, 0)
     again = make.restart(owner, reader)
-    with second.acquire(0, 1, 0):
-        pass
+    put(second, 0)
     assert again.receive().iteration == 0
 
 
@@ -186,15 +185,13 @@ def test_a_restarted_sampler_begins_no_later_than_it_must(make):
     """All entries are in use: the oldest is held by another sampler."""
     owner, (writer,), (late, gone) = make(entries=4, readers=["late", "gone"])
     for iteration in range(4):
-        with writer.acquire(iteration, 1, iteration, 0):
-            pass
+        put(writer, iteration, 0)
         for reader in (late, gone):
             with reader.receive() as received:
                 assert received.iteration == iteration
     crash(gone)
     for iteration in (4, 5):
-        with writer.acquire(iteration, 1, iteration, 0):
-            pass
+        put(writer, iteration, 0)
     owner.remove_reader("gone")
     owner.add_reader("gone")
     again = make.attach(owner, "gone")
@@ -228,8 +225,7 @@ def test_a_restarted_sampler_is_not_misled_by_an_old_count(make, monkeypatch):
     crash(reader)
     owner.remove_reader("s")
     for iteration in range(7):
-        with writer.acquire(iteration, 1, iteration, 0):
-            pass
+        put(writer, iteration, 0)
     owner.add_reader("s")
     counts = iter([3, 7])
     with monkeypatch.context() as patch:

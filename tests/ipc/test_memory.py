@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -65,23 +64,6 @@ def test_locks_exclude_each_other_within_a_process(file):
     first.close()
     assert second.try_lock(EXCLUSIVE, 1)
     second.close()
-
-
-def test_a_wait_without_a_bound_ends_when_the_holder_is_gone(file):
-    holder, waiter = Locks(file), Locks(file)
-    assert holder.try_lock(EXCLUSIVE, 0)
-    took = threading.Event()
-
-    def wait():
-        waiter.wait_lock(SHARED, 0)
-        took.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    holder.close()
-    assert took.wait(30)
-    thread.join()
-    waiter.close()
 
 
 def test_a_forked_child_does_not_keep_its_parents_locks():

@@ -34,6 +34,13 @@ def page():
     made.close()
 
 
+@pytest.fixture
+def registry():
+    made = prometheus_client.CollectorRegistry()
+    made.register(Collector())
+    return made
+
+
 def scrape(registry) -> dict[str, float]:
     """Values by name, then label values by alphabet of the labels."""
     found = {}
@@ -45,9 +52,7 @@ def scrape(registry) -> dict[str, float]:
     return found
 
 
-def test_scrape(page):
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(Collector())
+def test_scrape(page, registry):
     found = scrape(registry)
     # engine, rank, stage
     assert found["sipipe_stage_busy_seconds_total 0 0 1"] == 2
@@ -58,17 +63,12 @@ def test_scrape(page):
     assert names == set(METRICS)
 
 
-def test_without_an_engine_there_are_no_metrics(monkeypatch):
+def test_without_an_engine_there_are_no_metrics(registry, monkeypatch):
     monkeypatch.setenv("SIPIPE_RUN", "no such run")
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(Collector())
     assert scrape(registry) == {}
 
 
-def test_a_new_engine_is_found_when_the_old_one_has_gone():
-    collector = Collector()
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(collector)
+def test_a_new_engine_is_found_when_the_old_one_has_gone(registry):
     for restarts in (1, 2):
         page = LivePage.create(PageHeader(stages=1, samplers=0))
         page.writer("executor").add(Word.RESTARTS, restarts)

@@ -1,13 +1,13 @@
 """scripts/demo.py: without the trained model it says so in a line and takes a random one; whatever
 ends it, its server ends too."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.programs import load
 
 from sipipe.errors import ResourceError
 
@@ -15,10 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
 
 
 def test_without_the_trained_model_a_random_one_is_made(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("demo_script", SCRIPT)
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    made = []
+    demo, made = load("scripts", "demo.py"), []
 
     def missing(directory):
         raise ResourceError("make-model: smollm2 is not here")

@@ -1,21 +1,16 @@
 """scripts/newer_vllm.py: a vLLM for CPUs of a CUDA wheel's Python, made once, or why there is none."""
 
 import importlib.metadata
-import importlib.util
 import zipfile
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "newer_vllm.py"
+from tests.programs import load
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """The script as a module: it finds kernels, and keeps what it makes under tmp_path."""
-    spec = importlib.util.spec_from_file_location("newer_vllm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("scripts", "newer_vllm.py")
     kernel = tmp_path / "_C.abi3.so"
     kernel.write_bytes(b"compiled for CPUs")
     monkeypatch.setattr(module, "ROOT", tmp_path)

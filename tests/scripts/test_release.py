@@ -1,20 +1,15 @@
 """scripts/release.py: what keeps a tree from being released."""
 
-import importlib.util
 import subprocess
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "release.py"
+from tests.programs import load
 
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
     """The script as a module, for a tree of nothing but a change log."""
-    spec = importlib.util.spec_from_file_location("release_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("scripts", "release.py")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.2 (2026-11-26)\n")
     return module

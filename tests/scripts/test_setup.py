@@ -1,26 +1,22 @@
 """scripts/setup: finds a fitting Python, says what is missing, and is quick when done."""
 
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from tests.programs import load
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "setup"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     """The script as a module, with everything it writes under tmp_path."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    loader = importlib.machinery.SourceFileLoader("setup_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("setup_script", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    module = load("scripts", "setup")
     for name, path in {
         "ROOT": tmp_path,
         "VENV": tmp_path / ".venv",
@@ -237,7 +233,7 @@ def test_what_no_engine_imports_is_not_compiled(setup):
 
 
 def pins(name):
-    lines = (SCRIPT.parents[1] / "requirements" / name).read_text().splitlines()
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
     return dict(line.split("==", 1) for line in lines if line and not line.startswith("#"))
 
 
@@ -253,6 +249,6 @@ def test_the_locks_are_complete_and_leave_out_what_breaks():
     assert "hatchling" in engine, "SiPipe is built with it"
     assert not engine.keys() & tools.keys()
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "triton"} & {*engine, *tools}
-    named = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for tool in named["optional-dependencies"]["dev"]:
         assert re.split("[<>=]", tool)[0] in tools

@@ -59,10 +59,8 @@ class Server(BaseHTTPRequestHandler):
             return self.send_error(status)
         if body.get("stream"):
             tokens = body["max_tokens"]
-            events = [{"choices": [{"text": "a"}]} for _ in range(tokens)]
-            events.append(
-                {"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": 3}}
-            )
+            usage = {"completion_tokens": tokens, "prompt_tokens": 3}
+            events = [{"choices": [{"text": "a"}]}] * tokens + [{"choices": [], "usage": usage}]
             text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
             return self._answer(text + "data: [DONE]\n\n")
         logits = [-0.1 * i for i in range(load.SHOWN)]
@@ -107,43 +105,19 @@ def model(tmp_path_factory):
 
 
 def job(url, model, **more):
-    usual = {
-        "command": [],
-        "env": {},
-        "url": url,
-        "model": model,
-        "mixes": {"greedy": {"temperature": 0}, "hot": {"temperature": 2.0}},
-        "load": [
-            "--dataset-name",
-            "random",
-            "--random-input-len",
-            "8",
-            "--random-output-len",
-            "5",
-            "--ignore-eos",
-        ],
-        "loads": [
-            ("greedy", 3, 0, 0),
-            ("hot", 3, 0, 99.0),
-            ("greedy", 2, 12, 0),
-            ("hot", 2, 12, 99),
-        ],
-        "repeat": 2,
-        "draws": 512,
-    }
-    return load.Job(**usual | more)
+    line = "--dataset-name random --random-input-len 8 --random-output-len 5 --ignore-eos"
+    usual = {"command": [], "env": {}, "url": url, "model": model, "load": line.split()}
+    usual |= {"mixes": {"greedy": {"temperature": 0}, "hot": {"temperature": 2.0}}}
+    loads = [("greedy", 3, 0, 0), ("hot", 3, 0, 99.0), ("greedy", 2, 12, 0), ("hot", 2, 12, 99)]
+    return load.Job(**usual | {"loads": loads, "repeat": 2, "draws": 512} | more)
 
 
 def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     found = load.run(job(url, model))
     assert Server.keys == {"Bearer secret"}, "ours and vLLM's client send the same"
-    assert list(found["runs"]) == [
-        "greedy 3",
-        "hot 3 rate=99.0",
-        "greedy 2 prompt=12",
-        "hot 2 prompt=12 rate=99",
-    ]
+    names = ["greedy 3", "hot 3 rate=99.0", "greedy 2 prompt=12", "hot 2 prompt=12 rate=99"]
+    assert list(found["runs"]) == names
     for name, runs in found["runs"].items():
         assert [run["completed"] for run in runs] == [int(name.split()[1])] * 2
         assert all(run["output_throughput"] > 0 and "p99_tpot_ms" in run for run in runs)
@@ -229,14 +203,10 @@ def test_draws_behind_the_k_are_told(url, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "kind", "words"),
     [
-        (
-            "import sys; print('--x: no such option'); sys.exit(2)",
-            ConfigError,
-            "--x: no such option",
-        ),
-        ("import sys; sys.exit(7)", SiPipeError, "the server ended with status 7"),
+        ("print('--x: no such option'); exit(2)", ConfigError, "--x: no such option"),
+        ("exit(7)", SiPipeError, "the server ended with status 7"),
         ("print('sipipe: no m'); exit(1)", SiPipeError, "ended with status 1: sipipe: no m"),
-        ("import sys; sys.exit(2)", SiPipeError, "the server ended with status 2"),
+        ("exit(2)", SiPipeError, "the server ended with status 2"),
     ],
 )
 def test_a_server_that_does_not_start_says_why(code, kind, words):

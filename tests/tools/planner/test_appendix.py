@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 import pytest
+from tests.tools.planner.planned import GivenCosts
 
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.pipeline import iterate
@@ -36,43 +37,35 @@ def right_hops(p, t):
     return crossing * Q / B2 + (p - 1 - crossing) * Q / B1
 
 
-@pytest.fixture
-def model(given_costs):
+def loop(p, t, inflight=None):
     """The planner's loop with nothing but computation, all-reduce and hops."""
-
-    def run(p, t, inflight=None):
-        return loop(given_costs([right_stage(p, t)] * p), p, t, inflight)
-
-    return run
-
-
-def loop(costs, p, t, inflight):
     ideal = dataclasses.replace(hardware.engine("sipipe"), variation=0.0, exposed=1.0)
     placement = place(L, p, t, PER_HOST)
+    costs = GivenCosts([right_stage(p, t)] * p)
     costs.hop = lambda stage, work: 0.0 if stage.is_last else Q / (B2 if stage.crosses else B1)
     work = Microbatch(batch=64, tokens=64, context=100)
     return iterate(costs, ideal, placement, work, inflight=inflight or p, samplers=1)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
-def test_delay_of_one_pass(model, p):
+def test_delay_of_one_pass(p):
     """D(p, t) = L C / t + 2 L (all-reduce among t) + hops: the round trip of the loop."""
     t = 16 // p
     expected = L * C / t + 2 * L * all_reduce(t, B1 if t <= 8 else B2) + right_hops(p, t)
-    found = model(p, t)
+    found = loop(p, t)
     assert found.stations["round trip"] * found.inflight == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_throughput_with_one_microbatch_more_than_stages(model, p):
+def test_throughput_with_one_microbatch_more_than_stages(p):
     """T(p, t) = (b/m) / stage once the hops are hidden by a microbatch more."""
-    found = model(p, 16 // p, inflight=p + 1)
+    found = loop(p, 16 // p, inflight=p + 1)
     assert found.period == pytest.approx(right_stage(p, 16 // p))
 
 
-def test_delay_is_not_the_reciprocal_of_throughput(model):
+def test_delay_is_not_the_reciprocal_of_throughput():
     """Slip 4: D = b / T. One over T is the time per token of the whole deployment."""
-    found = model(4, 4)
+    found = loop(4, 4)
     throughput = found.microbatch.batch / found.period
     assert found.delay == pytest.approx(4 * found.microbatch.batch / throughput)
 

@@ -4,32 +4,18 @@ import pytest
 from benchmarks.calibration import Run, calibrate
 from benchmarks.calibration_traces import check_loop, run_of
 from benchmarks.made_up_trace import Example, write_example
+from tests.tools.planner.planned import config, make_cluster
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.report.reader import read_trace
 
-BENCH = facts_from_config(
-    {
-        "num_hidden_layers": 8,
-        "vocab_size": 151_936,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1536,
-    },
-    name="bench",
-)
-CLUSTER = Cluster(
-    device=device("cpu"),
-    hosts=1,
-    devices_per_host=1,
-    network=network(100),
-    cores_per_host=1_000,  # so that no test depends on the machine's cores
-)
+SIZES = config(layers=8, vocabulary=151_936, hidden=512, heads=8, intermediate=1536)
+BENCH = facts_from_config(SIZES | {"num_key_value_heads": 4}, name="bench")
+# So many cores that no test depends on the machine's.
+CLUSTER = make_cluster("cpu", per_host=1, cores=1_000, gigabits=100)
 SHEET = datasheet_costs(BENCH, CLUSTER, Workload())
 
 

@@ -1,4 +1,4 @@
-"""The data file: every number has a source, and names that are unknown are refused with a list."""
+"""The data file: every number has a source, and what is assumed has a range."""
 
 import json
 import tomllib
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from benchmarks.results import RESULTS
 
-from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
 
 
@@ -45,19 +44,6 @@ def test_the_cost_of_sampling_is_the_one_that_was_kept(kind):
         wanted = f"hardware.toml, sampling.{kind}.{field}: {measured:.2g} by sampling.json"
         assert found[0] == pytest.approx(measured, rel=0.05), wanted
         assert found[1:] == pytest.approx([found[0] / 2, found[0] * 2]), wanted
-
-
-@pytest.mark.parametrize(
-    ("find", "option"),
-    [
-        (hardware.device, "--gpu"),
-        (hardware.engine, "--baseline"),
-        (hardware.sampling, "--sampling"),
-    ],
-)
-def test_unknown_names(find, option):
-    with pytest.raises(ConfigError, match=f"{option}: unknown .*known: "):
-        find("gtx-9")
 
 
 def test_what_is_assumed_has_ends_and_can_be_given():

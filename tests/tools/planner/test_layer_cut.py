@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.engine.layers.cut import _shortest, cut_layers, kv_lost, layer_split, speed_up
-from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.tools.planner.models import load_model
 
 
@@ -57,21 +56,6 @@ def test_dense_layers_of_a_sparse_model_count_for_less():
     facts = load_model("deepseek-v3")  # its first three layers are dense
     first, *_, last = cut_layers(facts, 4)
     assert first > last
-
-
-def test_one_layer_for_each_stage_leaves_no_choice():
-    facts = facts_from_config(
-        {
-            "num_hidden_layers": 4,
-            "vocab_size": 200_000,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 128,
-        },
-        name="tiny",
-    )
-    assert cut_layers(facts, 4, device="cpu") == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(("name", "p"), [("qwen2.5-0.5b", 2), ("llama-3.1-8b", 4), ("qwen3-4b", 8)])

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tools.planner.planned import GivenCosts, make_cluster
 
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.costs import _flops_per_context, datasheet_costs, roofline
-from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
@@ -43,10 +43,10 @@ WORK = Microbatch(batch=8, tokens=8, context=100)
 @settings(max_examples=30, deadline=None)
 @given(st.lists(time, min_size=1, max_size=6), time, time, time, time, st.integers(1, 8))
 def test_sipipe_period_is_that_of_the_simulated_loop(
-    given_costs, forwards, sampling, scheduling, preparing, hop, inflight
+    forwards, sampling, scheduling, preparing, hop, inflight
 ):
     p = len(forwards)
-    costs = given_costs(forwards, sampling, scheduling, preparing, hop)
+    costs = GivenCosts(forwards, sampling, scheduling, preparing, hop)
     found = iterate(
         costs, hardware.engine("sipipe"), place(8, p, 1, 8), WORK, inflight=inflight, samplers=1
     )
@@ -59,13 +59,11 @@ def test_sipipe_period_is_that_of_the_simulated_loop(
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(time, min_size=1, max_size=6), time, time, time)
-def test_stock_period_is_that_of_the_simulated_loop(
-    given_costs, forwards, sampling, scheduling, preparing
-):
+def test_stock_period_is_that_of_the_simulated_loop(forwards, sampling, scheduling, preparing):
     """Preparation and sampling on the device's path; hops left out, which block both sides."""
     p = len(forwards)
     engine = dataclasses.replace(hardware.engine("vllm"), variation=0.0)
-    costs = given_costs(forwards, sampling, scheduling, preparing)
+    costs = GivenCosts(forwards, sampling, scheduling, preparing)
     found = iterate(costs, engine, place(8, p, 1, 8), WORK, inflight=p, samplers=1)
     stations = [(scheduling, True), *((forward + preparing, True) for forward in forwards)]
     seconds, _ = stations[-1]
@@ -73,19 +71,19 @@ def test_stock_period_is_that_of_the_simulated_loop(
     assert found.period == pytest.approx(simulate(stations, p), rel=0.02)
 
 
-def test_bubbles_and_busy_time_add_up(given_costs):
+def test_bubbles_and_busy_time_add_up():
     engine = hardware.engine("vllm")
-    costs = given_costs([3.0, 4.0, 5.0], 2.0, 0.5, 1.0, 0.2)
+    costs = GivenCosts([3.0, 4.0, 5.0], 2.0, 0.5, 1.0, 0.2)
     found = iterate(costs, engine, place(9, 3, 1, 8), WORK, inflight=3, samplers=1)
     busy = sum(costs.forwards) / 3 / found.period
     assert found.idle + busy == pytest.approx(1.0)
     assert found.delay == 3 * found.period
 
 
-def test_a_known_pipeline_by_hand(given_costs):
+def test_a_known_pipeline_by_hand():
     """Two stages of 4, sampling 2 on the last stage's device: 2 of 6 lost on it, 2 on the first."""
     engine = dataclasses.replace(hardware.engine("vllm"), variation=0.0, exposed=0.0)
-    costs = given_costs([4.0, 4.0], sampling=2.0)
+    costs = GivenCosts([4.0, 4.0], sampling=2.0)
     found = iterate(costs, engine, place(8, 2, 1, 8), WORK, inflight=3, samplers=1)
     assert found.period == 6.0
     assert found.bubbles["load_imbalance"] == pytest.approx(1 / 3)
@@ -99,9 +97,7 @@ def test_a_known_pipeline_by_hand(given_costs):
 
 def test_samplers_are_never_faster_than_the_memory_that_they_share():
     facts = load_model("llama-3.1-70b")
-    h100, network = hardware.device("h100"), hardware.network(400)
-    cluster = Cluster(device=h100, hosts=1, devices_per_host=8, network=network, cores_per_host=96)
-    costs = datasheet_costs(facts, cluster, Workload())
+    costs = datasheet_costs(facts, make_cluster(), Workload())
     assert costs.host_sampling(WORK, 1) > costs.host_sampling(WORK, 8)
     bound = WORK.batch * facts.vocabulary * costs.sampling.host_bytes / costs.sampling.host_gbs
     assert costs.host_sampling(WORK, 8) >= bound * 1e-9

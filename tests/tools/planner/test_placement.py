@@ -1,11 +1,10 @@
 """Layers, hosts and hops of a placement; memory of its tightest stage."""
 
 import pytest
+from tests.tools.planner.planned import make_cluster
 
 from sipipe.engine.layers.cut import layer_split
-from sipipe.tools.planner import hardware
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.placement import place, weight_bytes
 from sipipe.tools.planner.workload import Workload
@@ -45,19 +44,9 @@ def test_stage_weights_add_up_to_the_model(name, p):
     assert total == pytest.approx(expected)
 
 
-def cluster(gpu="h100", hosts=1, per_host=8):
-    return Cluster(
-        device=hardware.device(gpu),
-        hosts=hosts,
-        devices_per_host=per_host,
-        network=hardware.network(400),
-        cores_per_host=96,
-    )
-
-
 def capacity(model, p, t):
     facts = load_model(model)
-    costs = datasheet_costs(facts, cluster(), Workload())
+    costs = datasheet_costs(facts, make_cluster(), Workload())
     return costs.memory(place(facts.layers, p, t, 8), 0.9).kv_tokens
 
 

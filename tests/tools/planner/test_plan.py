@@ -3,33 +3,21 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.planner.planned import by_degree, make_plan
+from tests.tools.planner.planned import by_degree, config, make_cluster, make_plan
 
 from sipipe.engine.layers.hf_config import facts_from_config
-from sipipe.errors import ConfigError
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Assumed, Cluster, assumptions, device
-from sipipe.tools.planner.hardware import network as between
+from sipipe.tools.planner.hardware import Assumed, assumptions
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.report import notes, plan_to_dict, serve_commands
 from sipipe.tools.planner.workload import Workload
-
-
-def cluster(gpu="h100", hosts=1, per_host=8, cores=96, network=400):
-    return Cluster(
-        device=device(gpu),
-        hosts=hosts,
-        devices_per_host=per_host,
-        network=between(network),
-        cores_per_host=cores,
-    )
 
 
 def plan(model="llama-3.1-8b", workload=None, **more):
     names = ("inflight", "samplers", "baseline", "given", "cpu_sampling")
     options = {key: more.pop(key) for key in names if key in more}
     facts = load_model(model, weight_bits=(workload or Workload()).weight_bits)
-    return make_plan(facts, cluster(**more), workload or Workload(), **options)
+    return make_plan(facts, make_cluster(**more), workload or Workload(), **options)
 
 
 def reasons(found):
@@ -61,32 +49,25 @@ def test_a_cache_too_small_for_one_sequence():
     assert "KV cache holds" in reasons(found)[1, 1]
 
 
-TINY = {
-    "num_hidden_layers": 4,
-    "vocab_size": 1000,
-    "hidden_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "intermediate_size": 192,
-}
+SIZES = config(layers=4, vocabulary=1000, hidden=96, heads=6, intermediate=192)
+TINY = facts_from_config(SIZES | {"num_key_value_heads": 3}, name="tiny")
+
+
+def tiny_plan(devices):
+    return make_plan(TINY, make_cluster(per_host=devices), Workload(input=10, output=10))
 
 
 def test_one_layer_per_stage_and_more_stages_than_layers():
-    facts = facts_from_config(TINY, name="tiny")
-    four = make_plan(facts, cluster(per_host=4), Workload(input=10, output=10))
+    four = tiny_plan(4)
     one_each = next(choice for choice in four.choices if choice.p == 4)
     assert [stage.layers for stage in one_each.placement.stages] == [1, 1, 1, 1]
-    eight = reasons(make_plan(facts, cluster(per_host=8), Workload(input=10, output=10)))
+    eight = reasons(tiny_plan(8))
     assert eight[8, 1] == "8 stages for 4 layers"
     assert "6 attention heads do not divide by t = 4" in eight[2, 4]
 
 
 def test_heads_experts_and_blocks_that_do_not_divide():
-    facts = facts_from_config(TINY, name="tiny")
-    assert (
-        "KV heads"
-        in reasons(make_plan(facts, cluster(per_host=2), Workload(input=9, output=9)))[1, 2]
-    )
+    assert "KV heads" in reasons(tiny_plan(2))[1, 2]
     found = reasons(plan("deepseek-v3", hosts=4))
     assert "blocks of 128" in found[1, 32]
 
@@ -116,24 +97,18 @@ def test_budget_that_nothing_meets():
 def test_choices_keep_every_bound(model, prompt, output, budget, most):
     workload = Workload(input=prompt, output=output, tpot_slo=budget, max_num_seqs=most)
     for choice in plan(model, workload).choices:
-        best = choice
-        assert best.tpot <= budget
+        assert choice.tpot <= budget
         assert choice.slowest.throughput <= choice.throughput * 1.01
         assert choice.throughput <= choice.quickest.throughput * 1.01
-        assert best.lowest_tpot <= best.tpot * 1.0001
-        assert 1 <= best.batch <= most
-        assert best.batch == 1 or best.batch * workload.context <= choice.memory.kv_tokens
-        microbatch = best.iteration.microbatch
+        assert choice.lowest_tpot <= choice.tpot * 1.0001
+        assert 1 <= choice.batch <= most
+        assert choice.batch == 1 or choice.batch * workload.context <= choice.memory.kv_tokens
+        microbatch = choice.iteration.microbatch
         assert microbatch.tokens <= 8192 + workload.tokens_per_sequence or microbatch.batch == 1
-        assert best.throughput == pytest.approx(best.batch / best.tpot)
-        assert 0 <= best.iteration.idle < 1
+        assert choice.throughput == pytest.approx(choice.batch / choice.tpot)
+        assert 0 <= choice.iteration.idle < 1
         assert (choice.samplers >= 1) == (choice.engine.key == "sipipe")
         assert choice.samplers <= 86
-
-
-def test_more_samplers_than_cores_are_refused():
-    with pytest.raises(ConfigError, match="--samplers 1000: a host of 96 cores has 86 left"):
-        plan(samplers=1000)
 
 
 def test_what_is_recommended_is_the_fastest_row_whose_ever_it_is():
@@ -170,14 +145,7 @@ def test_a_predictions_range_contains_what_is_assumed_of_links_and_memory(name):
     model, workload = load_model("llama-3.1-8b"), Workload(max_num_seqs=4096)
 
     def at(**given):
-        assumed = Assumed(given=given)
-        where = Cluster(
-            device=device("4090", assumed=assumed),
-            hosts=2,
-            devices_per_host=2,
-            network=between(100, assumed=assumed),
-            cores_per_host=96,
-        )
+        where = make_cluster("4090", 2, 2, gigabits=100, assumed=Assumed(given=given))
         costs = datasheet_costs(model, where, workload, given)
         found = make_plan(model, where, workload, costs=costs, given=given)
         return {(c.engine.key, c.p, c.t): c for c in found.choices}

@@ -108,18 +108,20 @@ class Browser:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def size(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
+    def size(self, width: int, height: int, *, dark: bool = False) -> None:
         """Viewport and colour scheme."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=scale, mobile=width < 640,
-        )  # fmt: skip
+        metrics = {"deviceScaleFactor": 1, "mobile": width < 640}
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, file: Path, fragment: str = "") -> None:
-        """Load a local page and wait until it says that it is ready."""
-        self.call("Page.navigate", url=f"file://{file}{fragment}")
+    def open(self, page: str, file: Path, height: int) -> None:
+        """Load a page by way of a file, wait until it says that it is ready, and forget what was
+        before."""
+        file.write_text(page)
+        self.events.clear()
+        self.size(1280, height)
+        self.call("Page.navigate", url=f"file://{file}")
         self.run(
             """new Promise((done, failed) => {
               const look = () => window.sipipe ? window.sipipe.ready.then(() => done(1), failed)
@@ -142,11 +144,11 @@ class Browser:
         """Two frames later everything that was asked for is drawn."""
         self.run("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r(1))))")
 
-    def screenshot(self, file: Path, *, whole: bool = True) -> None:
+    def screenshot(self, file: Path) -> None:
         """A picture of the page, PNG."""
         self.settle()
         answer = self.call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, fromSurface=True
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, fromSurface=True
         )
         file.write_bytes(base64.b64decode(answer["data"]))
 

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from tests.tools.report.browser import Browser, find_chromium
 
 from sipipe.tools.report.render import render_load
 
@@ -39,14 +38,6 @@ def test_it_is_one_file_with_the_rows_and_asks_for_nothing():
     assert data["command"] == "sipipe bench </script><!--m"
 
 
-@pytest.fixture(scope="module")
-def browser():
-    if (path := find_chromium()) is None:
-        pytest.skip("no Chromium found (Debian: apt-get install chromium)")
-    with Browser(path) as running:
-        yield running
-
-
 @pytest.mark.parametrize(
     ("made", "headings"),
     [
@@ -61,11 +52,7 @@ def browser():
     ],
 )
 def test_a_browser_draws_each_figure_and_shows_every_row(browser, tmp_path, made, headings):
-    file = tmp_path / "load.html"
-    file.write_text(render_load(made))
-    browser.events.clear()
-    browser.size(1280, 900)
-    browser.open(file)
+    browser.open(render_load(made), tmp_path / "load.html", 900)
     assert browser.run("[...document.querySelectorAll('#loads h2')].map(h => h.textContent)") == (
         headings
     )

@@ -17,7 +17,6 @@ import pytest
 from benchmarks.made_up_trace import Example, write_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.report.browser import Browser, find_chromium
 from tests.tools.report.timeline import pipeline
 
 from sipipe.observe.format import OLDER, RECORD, SUFFIX, encode_header, read_file
@@ -134,23 +133,15 @@ def test_the_page_is_one_file_that_asks_for_nothing(runs):
 
 
 def test_names_cannot_break_out_of_the_page(runs):
+    named = {"label": "<b>x", "model": "</script><!--"}
     processes = tuple(
-        replace(
-            p,
-            header=type(p.header)(
-                **{**_fields(p.header), "label": "<b>x", "model": "</script><!--"}
-            ),
-        )
+        replace(p, header=msgspec.structs.replace(p.header, **named))
         for p in runs[0].trace.processes
     )
     page = render([Run(Trace(processes, ("a </script> warning",)))])
     data = page.split('id="data">')[1].split("</script>")[0]
     assert json.loads(data)["runs"][0]["summary"]["model"] == "</script><!--"
     assert "<title>SiPipe trace: &lt;b>x</title>" in page
-
-
-def _fields(header):
-    return {name: getattr(header, name) for name in header.__struct_fields__}
 
 
 def test_summary_adds_up(runs):
@@ -351,29 +342,8 @@ def test_the_longest_bubbles_are_of_every_cause_but_pauses(runs):
     assert json.loads(found.stdout) == bubbles
 
 
-@pytest.fixture(scope="module")
-def browser():
-    path = find_chromium()
-    if path is None:
-        pytest.skip("no Chromium found (Debian: apt-get install chromium)")
-    with Browser(path) as running:
-        yield running
-
-
-def wheel_of(browser):
-    """The middle of the first timeline's plot, and its size, in page pixels."""
-    return browser.run(
-        "(() => { const b = document.querySelector('.u-over').getBoundingClientRect();"
-        " return [b.left, b.top + scrollY, b.width, b.height]; })()"
-    )
-
-
 def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
-    file = tmp_path / "report.html"
-    file.write_text(render(runs))
-    browser.events.clear()
-    browser.size(1280, 1000)
-    browser.open(file)
+    browser.open(render(runs), tmp_path / "report.html", 1000)
     # What the page decoded is what was accounted.
     totals = browser.run(
         """sipipe.lanes()[0].filter(l => l.kind === "device").map(l => {
@@ -393,12 +363,8 @@ def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
 
     def key(name, text=""):
         for kind in ("keyDown", "keyUp"):
-            browser.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=name,
-                text=text if kind == "keyDown" else "",
-            )
+            told = text if kind == "keyDown" else ""
+            browser.call("Input.dispatchKeyEvent", type=kind, key=name, text=told)
 
     browser.run("document.getElementById('timeline').focus()")
     key("+", "+")
@@ -410,19 +376,16 @@ def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
     assert browser.run("sipipe.view()") == {"from": 0, "to": total, "total": total}
     browser.settle()
 
-    left, top, width, height = wheel_of(browser)
+    left, top, width, height = browser.run(  # of the first timeline's plot, in page pixels
+        "(() => { const b = document.querySelector('.u-over').getBoundingClientRect();"
+        " return [b.left, b.top + scrollY, b.width, b.height]; })()"
+    )
     browser.run("scrollTo(0, 0)")
     y = top + height / 2
-    for kind, x in (
-        ("mousePressed", 0.25),
-        ("mouseMoved", 0.4),
-        ("mouseMoved", 0.5),
-        ("mouseReleased", 0.5),
-    ):
-        browser.call(
-            "Input.dispatchMouseEvent", type=kind, x=left + width * x, y=y, button="left",
-            buttons=1, clickCount=1,
-        )  # fmt: skip
+    pressed = {"button": "left", "buttons": 1, "clickCount": 1}
+    for kind, x in [("Pressed", 0.25), ("Moved", 0.4), ("Moved", 0.5), ("Released", 0.5)]:
+        x = left + width * x
+        browser.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **pressed)
     view = browser.run("sipipe.view()")
     assert view["from"] == pytest.approx(0.25 * total, abs=0.01 * total)
     assert view["to"] == pytest.approx(0.5 * total, abs=0.01 * total)
@@ -450,11 +413,7 @@ def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
 
 def test_browser_shows_what_follows_a_quiet_night_where_it_was(browser, runs, tmp_path):
     run = Run(pause(runs[0].trace, 12 * HOUR))
-    file = tmp_path / "report.html"
-    file.write_text(render([run]))
-    browser.events.clear()
-    browser.size(1280, 900)
-    browser.open(file)
+    browser.open(render([run]), tmp_path / "report.html", 900)
     for index, stage in enumerate(run.account):
         want = (stage.segments["start_ns"] - run.window[0]) / 1e9
         shown = browser.run(
@@ -474,11 +433,7 @@ def test_browser_opens_a_hundred_thousand_iterations(browser, tmp_path):
     run = Run(read_trace(tmp_path))
     page = render([run])
     assert len(page) < 16_000_000
-    file = tmp_path / "report.html"
-    file.write_text(page)
-    browser.events.clear()
-    browser.size(1280, 1000)
-    browser.open(file)
+    browser.open(page, tmp_path / "report.html", 1000)
     counts = browser.run("sipipe.lanes()[0].map(l => l.count)")
     assert sum(counts) > 3_000_000
     # Every level of detail draws: whole run, by bins, by intervals, single boxes.

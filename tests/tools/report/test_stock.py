@@ -40,18 +40,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    base = tmp_path_factory.mktemp("stock")
-    model, program, directory = base / "model", base / "program.py", base / "trace"
+def record(base: Path) -> dict:
+    """The trace is under ``base``; what the program says of its run."""
+    model, program = base / "model", base / "program.py"
     make_model("llama", model)
     program.write_text(PROGRAM)
     cores = sorted(os.sched_getaffinity(0))
     bind = f"{cores[0]}|{cores[-1]}"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), str(model), str(directory)],
+        [sys.executable, "-W", "ignore", str(program), str(model), str(base / "trace")],
         env={
             **os.environ,
             "VLLM_CPU_OMP_THREADS_BIND": bind,
@@ -62,14 +59,15 @@ def recorded(tmp_path_factory):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-    return directory, json.loads(line)
+    return json.loads(line)
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_trace_of_stock_is_complete_and_adds_up(recorded):
-    directory, said = recorded
-    trace = read_trace(directory)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_trace_of_stock_is_complete_and_adds_up(tmp_path):
+    said = record(tmp_path)
+    trace = read_trace(tmp_path / "trace")
     assert trace.warnings == ()
     assert trace.label == "stock vLLM"
     assert trace.stages == 2
