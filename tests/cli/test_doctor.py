@@ -32,7 +32,6 @@ def test_a_machine_with_everything(capsys, vllm):
     assert "stage 0: core" in found["core plan"]["text"]
     assert "stage 1: core" in found["core plan"]["text"]
     assert "3 microbatches in flight, transport shm" in found["pipeline"]["text"]
-    assert 'at most 10% of the KV cache ("kv_loss")' in found["layers"]["text"]
     assert found["start with"]["text"] == "sipipe serve MODEL --pp 2 --tp 1"
 
 

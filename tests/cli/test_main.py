@@ -129,9 +129,14 @@ def test_tables_are_written_by_the_console_of_ours():
 def test_output_into_a_closed_pipe_is_not_an_error(arguments):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "sipipe", *arguments.split()]
     done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-m", "sipipe", *arguments.split()],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")

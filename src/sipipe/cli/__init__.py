@@ -39,21 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # A command that is ended cleans up as one that is interrupted does. (vLLM's server
-        # installs handlers of its own.)
+        # A command that is ended cleans up as an interrupted one. vLLM's server has its own.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # "…" where the terminal's is Latin-1
     try:
-        return _dispatch(arguments)
+        try:
+            status = _dispatch(arguments)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+            status = 0  # of the parser, behind --help
+        sys.stdout.flush()  # here, where a reader that has gone is no error
+        return status
     except SiPipeError as error:
         tell(error)
         return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone (`sipipe doctor | head -1`): not an error. Python would
-        # still complain when it flushes stdout at exit.
+        # Whoever read our output has gone (`sipipe doctor | head -1`); nothing is left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # of this machine: no place for files, no more processes

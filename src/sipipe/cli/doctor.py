@@ -194,10 +194,6 @@ def _what_sipipe_does(
     most = config.resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested between GPUs)"
     yield Finding("pipeline", "ok", f"up to {most} microbatches in flight, transport {transport}")
-    if stages > 1:
-        shared = ", output projection shared out where quicker" if device == "cpu" else ""
-        cut = f'cut by cost for at most {config.kv_loss:.0%} of the KV cache ("kv_loss")'
-        yield Finding("layers", "ok", cut + shared)
     yield Finding("start with", "ok", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
 
 
