@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,8 @@ def _configure(scenario, configured):
     from vllm.config import KVTransferConfig, SpeculativeConfig
 
     from sipipe.engine import spare
+    from sipipe.engine.compatibility import schedules_ahead
+    from sipipe.errors import UnsupportedError
 
     spare.SPARE_SECONDS = spare.AGAIN_SECONDS = scenario["spare"]
     vllm_config = pickle.loads(configured)
@@ -115,6 +118,8 @@ def _configure(scenario, configured):
             kv_load_failure_policy=scenario["shelf"].get("policy", "fail"),
             kv_connector_extra_config=extra | {"directory": str(_shelf())},
         )
+    with suppress(UnsupportedError):  # as with drafts
+        vllm_config.ahead = schedules_ahead(vllm_config, scenario.get("ahead", False))
     return vllm_config
 
 

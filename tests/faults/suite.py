@@ -25,12 +25,14 @@ BAD = ("hung", "wrong", "leaked", "unclear")
 
 
 def scenarios(kinds, seed, scale):
-    """Every kind's, in random order: a long wait of one is another's time."""
+    """Every kind's, in random order: a long wait of one is another's time. Every second engine
+    schedules ahead of the tokens, where it can (``ahead``)."""
     found = []
     for kind in kinds:
         rng = Random(f"{seed} {kind.name}")
         for _ in range(max(1, round(kind.scenarios * scale))):
-            found.append({"kind": kind.name, "streams": STREAMS} | kind.make(rng))
+            made = {"kind": kind.name, "streams": STREAMS, "ahead": len(found) % 2 == 0}
+            found.append(made | kind.make(rng))
     Random(seed).shuffle(found)
     return found
 

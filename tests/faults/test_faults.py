@@ -30,7 +30,8 @@ FEW = (
 def test_a_few_faults_end_well(tmp_path):
     kinds = {kind.name: kind for kind in KINDS}
     asked = [
-        {"kind": name, "streams": STREAMS} | kinds[name].make(Random(f"few {name}")) for name in FEW
+        {"kind": name, "streams": STREAMS, "ahead": True} | kinds[name].make(Random(f"few {name}"))
+        for name in FEW
     ]
     asked[-1]["unread"] = True
     for each in (
