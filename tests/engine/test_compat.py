@@ -58,7 +58,11 @@ def vllm_config(**changes):
             "has_inner_state": False,
             "rswa_window": None,
         },
-        "cache_config": {"kv_sharing_fast_prefill": False},
+        "cache_config": {
+            "kv_sharing_fast_prefill": False,
+            "kv_offloading_size": None,
+            "kv_offloading_backend": "native",
+        },
         "observability_config": {"cudagraph_metrics": False},
         "aux_output_config": {"enabled": False},
         "scheduler_config": {
@@ -97,14 +101,14 @@ def vllm_config(**changes):
         *(
             (REPLICAS | changes, f"--data-parallel-size.*{reason}")
             for changes, reason in (
-                ({"model_config__is_moe": True}, "experts: start a server for each"),
+                ({"model_config__is_moe": True}, "experts: start servers"),
                 (
                     {"parallel_config__data_parallel_size": 4},
-                    " on several .*: start a server on each",
+                    " on several .*: start servers",
                 ),
-                ({"parallel_config__data_parallel_backend": "ray"}, "by Ray: start a server"),
-                ({"parallel_config__placement_group": object()}, "by Ray: start a server"),
-                ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start a server on each"),
+                ({"parallel_config__data_parallel_backend": "ray"}, "by Ray: start servers"),
+                ({"parallel_config__placement_group": object()}, "by Ray: start servers"),
+                ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start servers"),
             )
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
@@ -114,6 +118,7 @@ def vllm_config(**changes):
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config.*: leave it out, the first"),
         ({"load_config__load_format": "ipc_cache"}, "--load-format ipc_cache"),
+        ({"cache_config__kv_offloading_size": 1.0}, "--kv-offloading-size on CPUs: leave it out"),
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
         ({"model_config__multimodal_config": IN_SHM}, "--mm-processor-cache-type shm"),
