@@ -82,7 +82,8 @@ def test_trace_of_stock_is_complete_and_adds_up(tmp_path):
                 Phase.LOGITS, Phase.SAMPLE)),
     ):  # fmt: skip
         for phase in phases:
-            assert (process.phase(phase)["iteration"] == scheduled).all(), phase
+            # By gloo, where CPUs have no AVX-512, hidden states are several sends.
+            assert (np.unique(process.phase(phase)["iteration"]) == scheduled).all(), phase
     for process in trace.processes:
         assert (process.records["end_ns"] >= process.records["start_ns"]).all()
     # The order of an iteration's phases, across processes: clocks and numbers agree.
