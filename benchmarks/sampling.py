@@ -69,7 +69,7 @@ def joined(strategy: str, batch: int, vocab: int) -> SequenceColumns:
 
 
 def ours(columns: SequenceColumns, logits: np.ndarray) -> Callable[[], None]:
-    handles = np.arange(len(columns))
+    handles = np.arange(len(logits))
 
     def call() -> None:
         columns.sample(handles, logits)
