@@ -142,6 +142,14 @@ def test_output_into_a_closed_pipe_is_not_an_error(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_command_needs_no_output():
+    command = f"exec {sys.executable} -m sipipe --version >&-"
+    done = subprocess.run(
+        ["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_output_that_is_not_utf8_gets_marks_for_what_it_lacks():
     done = subprocess.run(
         [sys.executable, "-m", "sipipe", "generate", "--help"],

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ended.code:
                 raise
             status = 0  # of the parser, behind --help
-        sys.stdout.flush()  # here, where a reader that has gone is no error
+        print(end="", flush=True)  # here, where a reader that has gone is no error
         return status
     except SiPipeError as error:
         tell(error)

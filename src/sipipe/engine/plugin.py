@@ -50,8 +50,8 @@ def register() -> None:
 
             # Else Ray has the hosts, or the engines have been decided on, and have taken memory.
             serves = current_process().name.startswith("ApiServer")
-            once = announced and made.replicas == 1  # and a command of ours has decided
-            if made.parallel_config.placement_group is None and not (serves or once):
+            decided = announced and made.replicas == 1  # by a command of ours
+            if made.parallel_config.placement_group is None and not (serves or decided):
                 setup = decide(made)
                 if not announced:
                     check_setup(setup)
