@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from benchmarks.paper_columns import PaperColumns
-from benchmarks.sampling import STRATEGIES
+from benchmarks.sampling import STRATEGIES, joined, ours
 from benchmarks.sampling_columns import PaperShards
 from tests.sampler.naive import processed_logits, softmax
 from tests.sampler.test_draws import chi_square
@@ -17,6 +17,15 @@ WAYS = [
     pytest.param(name, marks=SLOW if name not in ("top-p", "all") else ())
     for name in STRATEGIES
 ]
+
+
+def test_what_it_is_compared_with_draws_every_row() -> None:
+    logits = np.random.default_rng(5).normal(0, 3, (3, 700)).astype(np.float32)
+    columns, drawn = joined("greedy", *logits.shape), []
+    draw = columns.sample
+    columns.sample = lambda handles, x: drawn.extend(draw(handles, x).token_ids)
+    ours(columns, logits)()
+    assert len(drawn) == 3
 
 
 @pytest.mark.ci
