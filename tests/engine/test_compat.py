@@ -101,14 +101,14 @@ def vllm_config(**changes):
         *(
             (REPLICAS | changes, f"--data-parallel-size.*{reason}")
             for changes, reason in (
-                ({"model_config__is_moe": True}, "experts: start servers"),
+                ({"model_config__is_moe": True}, "experts: start a server for each"),
                 (
                     {"parallel_config__data_parallel_size": 4},
-                    " on several .*: start servers",
+                    " on several .*: start a server on each",
                 ),
-                ({"parallel_config__data_parallel_backend": "ray"}, "by Ray: start servers"),
-                ({"parallel_config__placement_group": object()}, "by Ray: start servers"),
-                ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start servers"),
+                ({"parallel_config__data_parallel_backend": "ray"}, "by Ray: start a server"),
+                ({"parallel_config__placement_group": object()}, "by Ray: start a server"),
+                ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start a server on each"),
             )
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),

@@ -24,8 +24,8 @@ STOCK_WORKERS = {
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 
 INSTEAD = {
-    "--data-parallel-size of a mixture of experts": "start servers and a load balancer in front",
-    "--data-parallel-size on several hosts or by Ray": "start servers and a load balancer in front",
+    "--data-parallel-size of a mixture of experts": "start a server for each and a load balancer",
+    "--data-parallel-size on several hosts or by Ray": "start a server on each and a load balancer",
     "--kv-offloading-size on CPUs": "leave it out, it moves blocks from GPUs",
     "--nnodes above 1 here": "sipipe serve takes it",
     "--ec-transfer-config (encoder cache connectors)": "leave it out, the first stage encodes",
