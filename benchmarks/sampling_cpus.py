@@ -37,7 +37,7 @@ OPERATIONS = {
 @numba.njit(nogil=True, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def every_operation(x: Any, mask: Any, y: Any, ids: Any, v: Any) -> Any:
     top, _ = blocks.block_max(x, 0, mask, 0, y, 0)
-    total = blocks.block_exp_sum(x, 0, mask, 0, v, v) + bounds.block_bounds(y, 0, v, v, y)
+    total = blocks.block_exp_sum(x, 0, mask, 0, v, v) + bounds.block_bounds(y, 0, v, v, v, y)
     total += bounds.block_split(x, 0, mask, 0, v, v, v, v)[0]
     return top + total + blocks.block_gather(x, 0, mask, 0, 0, v, ids, y, 0)
 

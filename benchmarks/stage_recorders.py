@@ -78,6 +78,8 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
         skip_tokenizer_init=True,
     ).create_engine_config()
     config.parallel_config.worker_cls = "sipipe.worker.vllm_workers.CPUStageWorker"
+    # It would look through all modules for Triton kernels, and stumble over what Numba brings.
+    type(current_platform).register_triton_kernel_overrides = lambda *_: None
     wrapper = WorkerWrapperBase(rpc_rank=0)
     wrapper.init_worker(
         [
@@ -92,7 +94,6 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
     )
     wrapper.worker.place, wrapper.worker.draws = place, True
     wrapper.init_device()
-    # Only now: vLLM's CPU platform stumbles over modules that Numba brings.
     from sipipe.observe.format import Header
     from sipipe.observe.recorder import open_recorder
     from sipipe.worker.device import HostDevice
