@@ -30,13 +30,13 @@ FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral")
 
 
 def check_model(model: str) -> None:
-    """Refuse a path to nothing, of which the hub would be asked, and a directory of something else.
-    Raises ConfigError: one line that names it."""
-    _check_path(model, "MODEL")
+    """Refuse a path to nothing, and a directory of something else. Raises ConfigError."""
+    check_path(model, "MODEL")
     _check(Path(model), CONFIGS, f'MODEL "{model}"', "config.json of a model")
 
 
-def _check_path(model: str, option: str) -> None:
+def check_path(model: str, option: str) -> None:
+    """Refuse a path to nothing, of which the hub would be asked. Raises ConfigError: it names it."""
     path = Path(model)
     try:
         found = path.exists()
@@ -75,8 +75,7 @@ def ask_hub(model: str) -> None:
 
 
 def check_files(vllm_config: VllmConfig) -> None:
-    """Refuse a directory without weights, with half of a file of them, or without a tokenizer,
-    and what vLLM has no reader for. Raises ConfigError: one line that names it."""
+    """Refuse files that are missing or half, and what vLLM cannot read. Raises ConfigError."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in (*FILES, "dummy"):
         from vllm.model_executor.model_loader import get_model_loader  # a second
@@ -92,7 +91,7 @@ def check_files(vllm_config: VllmConfig) -> None:
         _check_shards(Path(model.model), str(load.load_format))
     if not model.skip_tokenizer_init:
         where = str(model.tokenizer)
-        _check_path(where, "--tokenizer")
+        check_path(where, "--tokenizer")
         _check(Path(where), TOKENIZERS, f'--tokenizer "{where}"', "tokenizer")
 
 

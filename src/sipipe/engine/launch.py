@@ -1,10 +1,10 @@
 """Starts vLLM's own front ends with SiPipe's executor: the server, and an engine in this process.
 
-All checks happen here, in the foreground, on the very configuration that the engine will get: a
-refusal is one line, not a traceback from a child process.
+All checks happen in the foreground, on the configuration that the engine will get, in one line.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from sipipe.engine import plugin
 from sipipe.engine.agent import run_agent
 from sipipe.engine.arguments import OneLineParser, begin, engine_args, use_sipipe
+from sipipe.engine.checkpoint import check_path
 from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.ray_placement import place
 from sipipe.engine.setup import Setup, decide
@@ -37,9 +38,8 @@ def serve(
 ) -> int:
     """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
 
-    On host ``node`` 1 and up, the host agent, which has the same command line. ``started`` is
-    called with vLLM's arguments once they have passed all checks, there the main host's too. Raises
-    ConfigError, UnsupportedError, ResourceError: before anything has been started."""
+    On host ``node`` 1 and up, the host agent. ``started`` is called with vLLM's arguments once they
+    pass all checks. Raises ConfigError, UnsupportedError, ResourceError before any start."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
@@ -60,6 +60,8 @@ def serve(
     checked(partial(command.validate, args))
     if not (args.tool_parser_plugin or args.reasoning_parser_plugin):  # which add to what there is
         checked(partial(validate_api_server_args, args))
+    for adapter in args.lora_modules or ():  # vLLM looks when the engine has started
+        check_path(os.path.expanduser(adapter.path), f"--lora-modules {adapter.name}")
     vllm_config = engine_config(engine_args(args), usage_context=UsageContext.OPENAI_API_SERVER)
     if by_ray:
         placement = place(vllm_config)
@@ -82,8 +84,7 @@ def serve(
 
 
 def announce(setup: Setup) -> None:
-    """Print what SiPipe will do, which its engine does not say again. Raises what
-    :func:`~sipipe.engine.plugin.check_setup` does."""
+    """Print what SiPipe will do, which its engine does not say again. Raises as ``check_setup``."""
     lines, plugin.announced = plugin.check_setup(setup), True
     with suppress(OSError):  # as `tell`
         print("\n".join(lines), file=sys.stderr, flush=True)
