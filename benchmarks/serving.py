@@ -1,7 +1,7 @@
 """Tokens per second of a whole engine: stock vLLM, and SiPipe with each way to place the output
 projection: on the last stage with even layers or a cut by cost, or shared out (docs/vocabulary.md).
 
-    python -m benchmarks.serving [--quick] [--shape bench,2] [--requests 64] [--tokens 64]
+    python -m benchmarks.serving [--quick] [--shape bench,2] [--requests 64] [--tokens 64] [--dtype DTYPE]
 
 First one product with the projection, by its rows: where it takes as long for many as for one, its
 time is that of reading the matrix. Then, for two stages, for four, and for two of the shape of
@@ -53,14 +53,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default: 64)")
     what = "of benchmarks.make_model, and stages; may be repeated (default: three)"
     parser.add_argument("--shape", action="append", metavar="SIZE,STAGES", help=what)
+    parser.add_argument("--dtype", default="bfloat16", help="without AVX-512 and AMX: float32")
     args = parser.parse_args()
-    _report_products()
+    _report_products(getattr(torch, args.dtype))
     for shape in args.shape or (SHAPES[:1] if args.quick else SHAPES):
         size, stages = shape.split(",")
         _measure(size, int(stages), args)
 
 
-def _report_products() -> None:
+def _report_products(dtype: torch.dtype) -> None:
     """Times of vLLM's kernel with the benchmark model's projection and a half of it, on one core."""
     config = SIZES["bench"]
     vocabulary, hidden = config.vocab, config.hidden
@@ -69,13 +70,13 @@ def _report_products() -> None:
     heads = {}
     for part in (1, 2):
         head = heads[part] = torch.nn.Module()
-        weight = torch.randn(vocabulary // part, hidden, dtype=torch.bfloat16)
+        weight = torch.randn(vocabulary // part, hidden, dtype=dtype)
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         with set_current_vllm_config(VllmConfig()):
             dispatch_cpu_unquantized_gemm(head, remove_weight=True)
     rows: list[dict[str, Any]] = []
     for count in ROWS:
-        inputs = torch.randn(count, hidden, dtype=torch.bfloat16)
+        inputs = torch.randn(count, hidden, dtype=dtype)
         whole, half = (
             1e3 * median_seconds(partial(head.cpu_linear, inputs, head.weight, None))
             for head in heads.values()
@@ -93,7 +94,7 @@ def _report_products() -> None:
         "serving",
         f"One product with the output projection, {vocabulary:,} x {hidden}, one core",
         rows,
-        note="bf16, vLLM's packed kernel",
+        note=f"{dtype}, vLLM's kernel",
         file="serving-product",
     )
 
@@ -101,7 +102,7 @@ def _report_products() -> None:
 def _measure(size: str, stages: int, args: argparse.Namespace) -> None:
     model = make_model("llama", MODELS / f"llama-{size}", size=size)
     job = {
-        "argv": [str(model), "-pp", str(stages), "--max-model-len", "2048"],
+        "argv": [str(model), "-pp", str(stages), "--max-model-len", "2048", "--dtype", args.dtype],
         "sampling": list(WAYS),
         "requests": args.requests,
         "prompt_tokens": 16,
@@ -129,7 +130,7 @@ def _measure(size: str, stages: int, args: argparse.Namespace) -> None:
         f"Served tokens/s, llama {size}, PP {stages}, {args.requests} requests at once, "
         f"{args.tokens} new tokens each",
         rows,
-        note="bf16, compiled, prompts of 16 tokens; medians and ranges; busy: forward and logits",
+        note=f"{args.dtype}, compiled, prompts of 16 tokens; medians and ranges; busy: forward and logits",
         file=f"serving-{size}-pp{stages}",
     )
 
