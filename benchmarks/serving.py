@@ -1,7 +1,8 @@
 """Tokens per second of a whole engine: stock vLLM, and SiPipe with each way to place the output
 projection: on the last stage with even layers or a cut by cost, or shared out (docs/vocabulary.md).
 
-    python -m benchmarks.serving [--quick] [--shape bench,2] [--requests 64] [--tokens 64] [--dtype DTYPE]
+    python -m benchmarks.serving [--quick] [--shape bench,2] [--requests 64] [--tokens 64] [--ways]
+                                [--dtype DTYPE]
 
 First one product with the projection, by its rows: where it takes as long for many as for one, its
 time is that of reading the matrix. Then, for two stages, for four, and for two of the shape of
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default: 64)")
     what = "of benchmarks.make_model, and stages; may be repeated (default: three)"
     parser.add_argument("--shape", action="append", metavar="SIZE,STAGES", help=what)
+    parser.add_argument("--ways", action="store_true", help="SiPipe's rows only, without stock")
     parser.add_argument("--dtype", default="bfloat16", help="without AVX-512 and AMX: float32")
     args = parser.parse_args()
     _report_products(getattr(torch, args.dtype))
@@ -109,14 +111,15 @@ def _measure(size: str, stages: int, args: argparse.Namespace) -> None:
         "tokens": args.tokens,
         "repeat": REPEAT,
     }
+    settings = {title: own for title, own in SETTINGS.items() if own or not args.ways}
     rows = []
     # A place of its own that stays: settings, and so this path, are part of what vLLM's cache of
     # compiled code goes by.
     traces = BUILD / "traces" / f"serving-{size}-pp{stages}"
     shutil.rmtree(traces, ignore_errors=True)
-    speeds, kept = measure_in_turn(job, SETTINGS, both_ways=not args.quick, traces=traces)
+    speeds, kept = measure_in_turn(job, settings, both_ways=not args.quick, traces=traces)
     tokens = args.requests * args.tokens * REPEAT * len(WAYS)
-    for title in SETTINGS:
+    for title in settings:
         row: dict[str, Any] = {"engine": title, "KV cache tokens": f"{kept[title]:,}"}
         for way, figures in speeds[title].items():
             median = statistics.median(figures)
