@@ -6,13 +6,17 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+import pytest
 from tests.engine.test_iterations import decodes
 from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+from sipipe.engine.bus import Bus
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
+from sipipe.errors import WorkerDiedError
+from sipipe.ipc.errors import ChannelClosed
 from sipipe.messages.header import Kind
 from sipipe.messages.step import Grammar, Step, int32_bytes
 
@@ -45,6 +49,23 @@ def test_everything_of_empty_outputs_is_carried():
     assert third.kv_cache_block_copies == ["copy"]
     assert fourth.finished_req_ids == set(), "once"
     assert fourth.new_block_ids_to_zero is None
+
+
+def test_what_is_published_while_the_engine_ends_fails_with_its_cause():
+    """Whatever closes the channel has resolved what is out before, or will."""
+
+    class Ending:
+        def publish(self, _):
+            iterations.fail(WorkerDiedError("host 1 was ended"))
+            raise ChannelClosed("bic-i is closed")
+
+    dispatcher, iterations = make(SimpleNamespace(advance=lambda *_: Work()))
+    dispatcher._bus = Bus([Ending()])
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"d": 1}, 1
+    assert dispatcher.publish(output)
+    with pytest.raises(RuntimeError, match="host 1 was ended"):
+        dispatcher.publish_grammar(None).result(0)
 
 
 def test_each_step_of_auxiliary_outputs_is_told():

@@ -13,8 +13,10 @@ Guarantees
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from sipipe.ipc.errors import ChannelClosed
 from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind, encode_header
 from sipipe.messages.step import Snapshot
@@ -82,8 +84,8 @@ class Bus:
     ) -> None:
         """Publish one message; ``number`` is that of the iteration or call, ``logits`` the first of
         the iteration's rows of BIC-L and how many it has. Raises StallError: a reader did not
-        free an entry of its ring in time; names it. ChannelClosed: the engine is shutting down."""
+        free an entry of its ring in time; names it. Of an engine that ends nobody gets it."""
         message = [encode_header(kind, slot, number, *logits), *parts]
-        with self.order:
+        with self.order, suppress(ChannelClosed):
             for host in self._hosts:
                 host.publish(message)

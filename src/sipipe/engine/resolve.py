@@ -94,8 +94,6 @@ class Resolver:
         self._iterations.leave(iteration)
         try:
             self._go_on()
-        except ChannelClosed:  # shut down
-            pass
         except Exception as error:
             self._fail(error)
         with self._joining:
