@@ -62,13 +62,14 @@ def main() -> None:
 
 
 def check_tree(version: str) -> None:
-    """Its change log, its state, and that its figures are of its code."""
+    """Its change log and its state; which figures are of earlier code, as pages say by †."""
     newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version)
-    check("CHANGELOG.md gives its date", newest is not None and "not released" not in newest[2])
+    dated = newest is not None and re.fullmatch(r" \(\d{4}-\d\d-\d\d\)", newest[2]) is not None
+    check("CHANGELOG.md gives its date", dated)
     check("the tree is committed", run("git", "status", "--porcelain", cwd=ROOT) == "")
     command = (sys.executable, "-m", "benchmarks.results", "--stale")
-    check("no kept figure is stale", not subprocess.run(command, cwd=ROOT, check=False).returncode)
+    subprocess.run(command, cwd=ROOT, check=False)
 
 
 FAILED: list[str] = []
