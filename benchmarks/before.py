@@ -56,9 +56,10 @@ def main() -> None:
             argv = [str(model.resolve()), "-pp", stages, "--dtype", args.dtype]
             argv += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.4"]
             found = defaultdict(list)
-            for _ in range(args.engines):
-                for side, tree in trees.items():
-                    found[side].append(_measured(tree, argv))
+            for turn in range(args.engines):
+                # Back and forth, so that a machine whose speed drifts favours no side.
+                for side in sorted(trees, reverse=turn % 2 == 1):
+                    found[side].append(_measured(trees[side], argv))
             rows += _rows(model.name, int(stages), found)
     report(
         "before",
