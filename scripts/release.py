@@ -62,14 +62,14 @@ def main() -> None:
 
 
 def check_tree(version: str) -> None:
-    """Its change log and its state; which figures are of earlier code, as pages say by †."""
+    """Its change log, its state, and that its figures are of its code."""
     newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version)
     dated = newest is not None and re.fullmatch(r" \(\d{4}-\d\d-\d\d\)", newest[2]) is not None
     check("CHANGELOG.md gives its date", dated)
     check("the tree is committed", run("git", "status", "--porcelain", cwd=ROOT) == "")
     command = (sys.executable, "-m", "benchmarks.results", "--stale")
-    subprocess.run(command, cwd=ROOT, check=False)
+    check("no kept figure is stale", not subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
 FAILED: list[str] = []
