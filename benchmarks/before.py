@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections import defaultdict
 from pathlib import Path
@@ -23,22 +21,13 @@ from typing import Any
 
 from benchmarks.harness import BUILD, report
 from benchmarks.sources import ROOT
+from sipipe.tools.child import measured
 
 REQUESTS, TOKENS = (1, 8, 64, 256), 32
 WAYS = ("greedy", "top-p")
 CORES = os.cpu_count() or 1
-RUN = """
-import json, sys
-if __name__ == "__main__":
-    try:
-        from benchmarks.measure import Job, measure
-    except ImportError:  # where it was before
-        from sipipe.tools.measure import Job, measure
-    found = measure(Job(**json.load(sys.stdin)))
-    found["busy"] = {load: [float(busy) for busy in each] for load, each in found["busy"].items()}
-    keys = ("startup_seconds", "tokens_per_second", "busy", "spans")
-    print("found", json.dumps({key: found[key] for key in keys}))
-"""
+PLACES = tuple(filter(None, [os.environ.get("PYTHONPATH")]))
+"""Such as vLLM's."""
 
 
 def main() -> None:
@@ -59,7 +48,7 @@ def main() -> None:
             for turn in range(args.engines):
                 # Back and forth, so that a machine whose speed drifts favours no side.
                 for side in sorted(trees, reverse=turn % 2 == 1):
-                    found[side].append(_measured(trees[side], argv))
+                    found[side].append(_measured(side, trees[side], argv))
             rows += _rows(model.name, int(stages), found)
     report(
         "before",
@@ -79,7 +68,7 @@ def _unpacked(commit: str) -> Path:
     return folder
 
 
-def _measured(tree: Path, argv: list[str]) -> dict[str, Any]:
+def _measured(side: str, tree: Path, argv: list[str]) -> dict[str, Any]:
     job = {
         "argv": argv,
         "settings": {},
@@ -89,19 +78,10 @@ def _measured(tree: Path, argv: list[str]) -> dict[str, Any]:
         "tokens": TOKENS,
         "repeat": 1,
     }
-    script = BUILD / "before.py"
-    script.write_text(RUN)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(job),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "src")])},
-    )
-    (line,) = (line for line in run.stdout.splitlines() if line.startswith("found "))
-    found: dict[str, Any] = json.loads(line.removeprefix("found "))
-    return found
+    here = (tree / "benchmarks" / "measure.py").exists()
+    # Its processes find it from now on, as :func:`benchmarks.harness.of_the_checkout` has it.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), str(tree / "src"), *PLACES])
+    return measured(side, job, "benchmarks.measure" if here else "sipipe.tools.measure")
 
 
 def _rows(model: str, stages: int, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
