@@ -2,9 +2,13 @@
 
     python -m benchmarks.before COMMIT MODEL [MODEL ...] [--pp 1,2] [--dtype auto] [--engines 2]
 
-The commit's tree is unpacked into ``build/bench/before``. Engines of the two trees are started in
-turn, each in a process of its own, and answer the same loads: 1, 8, 64 and 256 requests at once,
-greedy and top-p. CPU time is that of the whole machine while a load is answered.
+The commit's tree is unpacked into ``build/bench/before``. An engine of each tree is started, the one
+and then the other, and both stay and answer in turn the same loads: 1, 8, 64 and 256 requests at once,
+greedy and top-p. The next pair starts in the other order. CPU time is that of the whole machine while a
+load is answered.
+
+Why both stay: an engine that is measured as soon as it serves still has its spare sampler compiling
+beside it, and a machine whose speed drifts within minutes favours a side.
 """
 
 from __future__ import annotations
@@ -13,21 +17,21 @@ import argparse
 import io
 import os
 import shutil
+import statistics
 import subprocess
 import tarfile
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import in_turn
 from benchmarks.harness import BUILD, report
 from benchmarks.sources import ROOT
-from sipipe.tools.child import measured
 
-REQUESTS, TOKENS = (1, 8, 64, 256), 32
+REQUESTS, TOKENS, REPEAT = (1, 8, 64, 256), 32, 3
 WAYS = ("greedy", "top-p")
 CORES = os.cpu_count() or 1
-PLACES = tuple(filter(None, [os.environ.get("PYTHONPATH")]))
-"""Such as vLLM's."""
 
 
 def main() -> None:
@@ -38,24 +42,23 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="without AVX-512 and AMX: float32")
     parser.add_argument("--engines", type=int, default=2, help="of each row and side (default: 2)")
     args = parser.parse_args()
-    trees = {"before": _unpacked(args.commit), "now": ROOT}
+    before = _unpacked(args.commit)
     rows: list[dict[str, Any]] = []
     for model in args.model:
         for stages in args.pp.split(","):
             argv = [str(model.resolve()), "-pp", stages, "--dtype", args.dtype]
-            argv += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.4"]
+            argv += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.25"]
             found = defaultdict(list)
-            for turn in range(args.engines):
-                # Back and forth, so that a machine whose speed drifts favours no side.
-                for side in sorted(trees, reverse=turn % 2 == 1):
-                    found[side].append(_measured(side, trees[side], argv))
+            for pair in range(args.engines):
+                for side, engine in _pair(before, argv, backwards=pair % 2 == 1).items():
+                    found[side].append(engine)
             rows += _rows(model.name, int(stages), found)
     report(
         "before",
         f"Tokens/s and CPU time a token, {args.commit} and this tree",
         rows,
-        note=f"SiPipe on both sides, {args.dtype}, compiled; {TOKENS} new tokens; all engines' figures, "
-        "ratio of the quickest; CPU ms: of all cores, of the engine that spent least",
+        note=f"SiPipe on both sides, {args.dtype}, compiled; {TOKENS} new tokens; {REPEAT} times an engine, "
+        "of two that stay and answer in turn; medians of all engines' times, ratios of those side by side",
     )
 
 
@@ -68,7 +71,7 @@ def _unpacked(commit: str) -> Path:
     return folder
 
 
-def _measured(side: str, tree: Path, argv: list[str]) -> dict[str, Any]:
+def _pair(before: Path, argv: list[str], *, backwards: bool) -> dict[str, dict[str, Any]]:
     job = {
         "argv": argv,
         "settings": {},
@@ -76,40 +79,57 @@ def _measured(side: str, tree: Path, argv: list[str]) -> dict[str, Any]:
         "requests": REQUESTS,
         "prompt_tokens": 16,
         "tokens": TOKENS,
-        "repeat": 1,
+        "repeat": REPEAT,
     }
-    here = (tree / "benchmarks" / "measure.py").exists()
-    # Its processes find it from now on, as :func:`benchmarks.harness.of_the_checkout` has it.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), str(tree / "src"), *PLACES])
-    return measured(side, job, "benchmarks.measure" if here else "sipipe.tools.measure")
+    here = (before / "benchmarks" / "in_turn.py").exists()
+    places = filter(None, [os.environ.get("PYTHONPATH")])  # such as vLLM's
+    env = {"PYTHONPATH": os.pathsep.join([str(before), str(before / "src"), *places])}
+    sides = sorted(("before", "now"), reverse=backwards)
+    return in_turn.measured_in_turn(
+        dict.fromkeys(sides, job),
+        elsewhere={"before": (in_turn.MODULE if here else "sipipe.tools.measure", env)},
+    )
 
 
-def _rows(model: str, stages: int, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _rows(
+    model: str, stages: int, found: Mapping[str, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     rows = []
     for way in WAYS:
         for count in REQUESTS:
-            row: dict[str, Any] = {"model": model, "stages": stages, "sampling": way}
-            row["requests"], load = count, f"{way}, {count} at once"
-            best = {}
-            for side, engines in found.items():
-                speeds = [engine["tokens_per_second"][load][0] for engine in engines]
-                best[side] = max(speeds)
-                row[f"{side} tok/s"] = ", ".join(f"{speed:.0f}" for speed in speeds)
-            row["ratio"] = best["now"] / best["before"]
-            for side, engines in found.items():
-                row[f"{side}, CPU ms a token"] = min(_cpu_ms(e, load, count) for e in engines)
-            rows.append(row)
+            load = f"{way}, {count} at once"
+            speeds = {
+                side: [speed for engine in engines for speed in engine["tokens_per_second"][load]]
+                for side, engines in found.items()
+            }
+            spent = {
+                side: [ms for engine in engines for ms in _cpu_ms(engine, load, count)]
+                for side, engines in found.items()
+            }
+            row = {"model": model, "stages": stages, "sampling": way, "requests": count}
+            row |= {f"{side} tok/s": statistics.median(speeds[side]) for side in ("before", "now")}
+            row |= _ratios("ratio", speeds)
+            row |= {f"{side}, CPU ms a token": statistics.median(spent[side]) for side in spent}
+            rows.append(row | _ratios("CPU ratio", spent))
     starts = {
         f"{side} tok/s": ", ".join(f"{engine['startup_seconds']:.0f} s" for engine in engines)
         for side, engines in found.items()
     }
     lead = {"model": model, "stages": stages, "sampling": "(start)", "requests": None}
-    return [*rows, lead | starts | {"ratio": None}]
+    return [*rows, lead | starts]
 
 
-def _cpu_ms(engine: dict[str, Any], load: str, count: int) -> float:
-    busy, (began, ended) = engine["busy"][load][0], engine["spans"][load][0]
-    return float(busy * CORES * (ended - began) / 1e6 / (count * TOKENS))
+def _ratios(name: str, figures: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Of this tree's figures to those of before that were taken beside them."""
+    each = [now / then for now, then in zip(figures["now"], figures["before"], strict=True)]
+    return {name: statistics.median(each), f"{name}s": f"{min(each):.2f} to {max(each):.2f}"}
+
+
+def _cpu_ms(engine: Mapping[str, Any], load: str, count: int) -> list[float]:
+    return [
+        busy * CORES * (ended - began) / 1e6 / (count * TOKENS)
+        for busy, (began, ended) in zip(engine["busy"][load], engine["spans"][load], strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -24,22 +24,31 @@ SPIN = 1.5
 """Seconds after which vLLM's idle processes sleep; for one after their last message they spin."""
 
 
+MODULE = "benchmarks.in_turn"
+
+
 def measured_in_turn(
-    jobs: Mapping[str, Mapping[str, Any]], module: str = "benchmarks.in_turn"
+    jobs: Mapping[str, Mapping[str, Any]],
+    module: str = MODULE,
+    elsewhere: Mapping[str, tuple[str, Mapping[str, str]]] | None = None,
 ) -> dict[str, Any]:
     """Run ``jobs``, by side and with their settings. They must have equally many loads.
 
-    Returns for each side what ``module`` answers: what :func:`benchmarks.measure.measure` does, or
-    what another one says that takes :func:`turn` s.
+    ``elsewhere``: of sides that another module answers, that one and its environment. Returns for
+    each side what ``module`` answers: what :func:`benchmarks.measure.measure` does, or what another
+    one says that takes :func:`turn` s.
     """
-    module = of_the_checkout(module)
+    here: tuple[str, Mapping[str, str]] = (of_the_checkout(module), {})
+    runs = {side: (elsewhere or {}).get(side, here) for side in jobs}
     pipes = [os.pipe() for _ in jobs]
     turns = [(pipes[i][0], pipes[(i + 1) % len(pipes)][1]) for i in range(len(pipes))]
     # wait: none, a byte into an empty pipe; nobody
     os.write(pipes[0][1], b".")
     with own_sockets(), ThreadPoolExecutor(len(jobs)) as pool:
         asked = {
-            side: pool.submit(measured, side, {**job, "turn": turn}, module, kept=turn)
+            side: pool.submit(
+                measured, side, {**job, "turn": turn}, runs[side][0], kept=turn, env=runs[side][1]
+            )
             for (side, job), turn in zip(jobs.items(), turns, strict=True)
         }
         for first in as_completed(asked.values()):

@@ -31,12 +31,13 @@ def measured(
     module: str,
     *,
     kept: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
     """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names
-    it in messages, ``kept`` are descriptors that the process takes over. Raises ConfigError: it
-    refused an option. SiPipeError: it failed, or took more than ``timeout`` seconds; the log is
-    kept, and its end is the error's note."""
+    it in messages, it takes descriptors ``kept`` over, ``env`` is on top of this one's. Raises
+    ConfigError: it refused an option. SiPipeError: it failed, or took more than ``timeout`` seconds;
+    the log is kept, and its end is the error's note."""
     print(f"measuring {side} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as log, own_sockets():
         # A session of its own, so that it can be ended with all the engine's processes.
@@ -46,7 +47,7 @@ def measured(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_DEFAULTS | dict(os.environ),
+            env=_DEFAULTS | dict(os.environ) | dict(env or {}),
             start_new_session=True,
         )
         out: bytes | None = None
@@ -61,8 +62,7 @@ def measured(
         log.seek(0)
         said = log.read()
     if out is not None and process.returncode == 0:
-        result: dict[str, Any] = json.loads(out)
-        return result
+        return dict(json.loads(out))
     text = said.decode(errors="replace")
     if out is not None and process.returncode == 2 and text.strip():  # its word on a wrong option
         raise ConfigError(text.strip().splitlines()[-1])
