@@ -2,13 +2,12 @@
 
     python -m benchmarks.before COMMIT MODEL [MODEL ...] [--pp 1,2] [--dtype auto] [--engines 2]
 
-The commit's tree is unpacked into ``build/bench/before``. An engine of each tree is started, the one
-and then the other, and both stay and answer in turn the same loads: 1, 8, 64 and 256 requests at once,
-greedy and top-p. The next pair starts in the other order. CPU time is that of the whole machine while a
-load is answered.
+The commit's tree is unpacked into ``build/bench/before``. An engine of each is started, the one and
+then the other; both stay, and answer each load in turn: 1, 8, 64 and 256 requests at once, greedy and
+chat. The next pair starts in the other order. CPU time is that of the engine's processes.
 
-Why both stay: an engine that is measured as soon as it serves still has its spare sampler compiling
-beside it, and a machine whose speed drifts within minutes favours a side.
+Why both stay: a machine whose speed drifts within a minute favours a side, and an engine that is
+measured as soon as it serves has its spare sampler compiling beside it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import in_turn
 from benchmarks.harness import BUILD, report
+from benchmarks.in_turn import measured_in_turn
 from benchmarks.sources import ROOT
 
-REQUESTS, TOKENS, REPEAT = (1, 8, 64, 256), 32, 3
-WAYS = ("greedy", "top-p")
-CORES = os.cpu_count() or 1
+TOKENS = {1: 96, 8: 48, 64: 24, 256: 12}
+"""New tokens of each request, by how many there are at once."""
+
+LOADS = [(way, count, tokens) for way in ("greedy", "chat") for count, tokens in TOKENS.items()]
+REPEAT = 3
+SIDES = ("before", "now")
 
 
 def main() -> None:
@@ -45,20 +47,26 @@ def main() -> None:
     before = _unpacked(args.commit)
     rows: list[dict[str, Any]] = []
     for model in args.model:
-        for stages in args.pp.split(","):
-            argv = [str(model.resolve()), "-pp", stages, "--dtype", args.dtype]
-            argv += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.25"]
+        for stages in map(int, args.pp.split(",")):
+            engine = {
+                "model": str(model.resolve()),
+                "pipeline_parallel_size": stages,
+                "dtype": args.dtype,
+                "max_model_len": 2048,
+                "gpu_memory_utilization": 0.25,
+            }
             found = defaultdict(list)
             for pair in range(args.engines):
-                for side, engine in _pair(before, argv, backwards=pair % 2 == 1).items():
-                    found[side].append(engine)
-            rows += _rows(model.name, int(stages), found)
+                for side, answered in _pair(before, engine, backwards=pair % 2 == 1).items():
+                    found[side].append(answered)
+            rows += _rows(model.name, stages, found)
     report(
         "before",
         f"Tokens/s and CPU time a token, {args.commit} and this tree",
         rows,
-        note=f"SiPipe on both sides, {args.dtype}, compiled; {TOKENS} new tokens; {REPEAT} times an engine, "
-        "of two that stay and answer in turn; medians of all engines' times, ratios of those side by side",
+        note=f"SiPipe on both sides, {args.dtype}, compiled; {args.engines} engines a side, {REPEAT} times "
+        "each, of two that stay and answer in turn; medians, and those of the ratios side by side",
+        file=f"before-{'-'.join(model.name for model in args.model)}".lower(),
     )
 
 
@@ -71,65 +79,45 @@ def _unpacked(commit: str) -> Path:
     return folder
 
 
-def _pair(before: Path, argv: list[str], *, backwards: bool) -> dict[str, dict[str, Any]]:
-    job = {
-        "argv": argv,
-        "settings": {},
-        "sampling": WAYS,
-        "requests": REQUESTS,
-        "prompt_tokens": 16,
-        "tokens": TOKENS,
-        "repeat": REPEAT,
-    }
-    here = (before / "benchmarks" / "in_turn.py").exists()
-    places = filter(None, [os.environ.get("PYTHONPATH")])  # such as vLLM's
-    env = {"PYTHONPATH": os.pathsep.join([str(before), str(before / "src"), *places])}
-    sides = sorted(("before", "now"), reverse=backwards)
-    return in_turn.measured_in_turn(
-        dict.fromkeys(sides, job),
-        elsewhere={"before": (in_turn.MODULE if here else "sipipe.tools.measure", env)},
+def _pair(before: Path, engine: dict[str, Any], *, backwards: bool) -> dict[str, Any]:
+    job = {"engine": engine, "loads": LOADS, "repeat": REPEAT}
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # such as vLLM's
+    return measured_in_turn(
+        dict.fromkeys(sorted(SIDES, reverse=backwards), job),
+        "benchmarks.before_engine",
+        {"before": {"PYTHONPATH": os.pathsep.join([str(before / "src"), *places])}},
     )
 
 
 def _rows(
     model: str, stages: int, found: Mapping[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
+    lead = {"model": model, "stages": stages}
     rows = []
-    for way in WAYS:
-        for count in REQUESTS:
-            load = f"{way}, {count} at once"
-            speeds = {
-                side: [speed for engine in engines for speed in engine["tokens_per_second"][load]]
-                for side, engines in found.items()
+    for load, (way, count, _) in enumerate(LOADS):
+        speeds, spent = (
+            {
+                side: [time for answered in found[side] for time in answered[of][load]]
+                for side in SIDES
             }
-            spent = {
-                side: [ms for engine in engines for ms in _cpu_ms(engine, load, count)]
-                for side, engines in found.items()
-            }
-            row = {"model": model, "stages": stages, "sampling": way, "requests": count}
-            row |= {f"{side} tok/s": statistics.median(speeds[side]) for side in ("before", "now")}
-            row |= _ratios("ratio", speeds)
-            row |= {f"{side}, CPU ms a token": statistics.median(spent[side]) for side in spent}
-            rows.append(row | _ratios("CPU ratio", spent))
+            for of in ("speeds", "cpu")
+        )
+        row: dict[str, Any] = lead | {"sampling": way, "requests": count}
+        row |= {f"{side} tok/s": statistics.median(speeds[side]) for side in SIDES}
+        row |= _ratios("ratio", speeds)
+        row |= {f"{side} CPU ms": statistics.median(spent[side]) for side in SIDES}
+        rows.append(row | _ratios("CPU ratio", spent))
     starts = {
-        f"{side} tok/s": ", ".join(f"{engine['startup_seconds']:.0f} s" for engine in engines)
-        for side, engines in found.items()
+        f"{side} tok/s": ", ".join(f"{answered['start']:.0f} s" for answered in found[side])
+        for side in SIDES
     }
-    lead = {"model": model, "stages": stages, "sampling": "(start)", "requests": None}
-    return [*rows, lead | starts]
+    return [*rows, lead | {"sampling": "(start)", "requests": None} | starts]
 
 
 def _ratios(name: str, figures: Mapping[str, list[float]]) -> dict[str, Any]:
     """Of this tree's figures to those of before that were taken beside them."""
     each = [now / then for now, then in zip(figures["now"], figures["before"], strict=True)]
-    return {name: statistics.median(each), f"{name}s": f"{min(each):.2f} to {max(each):.2f}"}
-
-
-def _cpu_ms(engine: Mapping[str, Any], load: str, count: int) -> list[float]:
-    return [
-        busy * CORES * (ended - began) / 1e6 / (count * TOKENS)
-        for busy, (began, ended) in zip(engine["busy"][load], engine["spans"][load], strict=True)
-    ]
+    return {name: statistics.median(each), f"{name}s": f"{min(each):.2f}-{max(each):.2f}"}
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ from benchmarks.emulate import emulate
 from benchmarks.emulation.cluster import Emulation, emulation
 from benchmarks.emulation.profile import Profile
 from benchmarks.harness import of_the_checkout, report
-from benchmarks.in_turn import measured_in_turn, turn
+from benchmarks.in_turn import measured_in_turn
 from benchmarks.pictures import PICTURES
+from benchmarks.turns import turn
 from sipipe.errors import SiPipeError
 from sipipe.tools.child import answer, measured
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks.emulate import emulated as engine_on_devices
 from benchmarks.harness import report
-from benchmarks.in_turn import measured_in_turn, turn
+from benchmarks.in_turn import measured_in_turn
+from benchmarks.turns import turn
 from sipipe.tools.child import answer
 
 SAMPLING: dict[str, dict[str, Any]] = {
