@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.programs import ran
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
@@ -79,3 +82,29 @@ def test_an_error_ends_it_and_is_said(rig):
         rig.publisher.put(launched(1))
     rig.publisher.close()
     assert len(rig.failed) == 1
+
+
+FETCHES = """
+import os, threading
+import torch
+from sipipe.worker.device import HostDevice
+
+def fetch():
+    before = len(os.listdir("/proc/self/task"))
+    HostDevice().fetch(made, there, 0)
+    print(len(os.listdir("/proc/self/task")) - before)
+
+made, whole = torch.randn(64, 8192, dtype=torch.bfloat16), torch.zeros(64, 10_000, dtype=torch.bfloat16)
+there = whole[:, 100:8292]
+thread = threading.Thread(target=fetch)
+thread.start()
+thread.join()
+assert torch.equal(there, made) and not whole[:, :100].any()
+"""
+
+
+def test_logits_are_copied_without_an_openmp_team():
+    """With a team of its own beside that of the forward pass there were more threads than cores, and
+    libgomp put the pass's to sleep after each operator: half the tokens of a small model."""
+    done = ran([sys.executable, "-c", FETCHES], env={**os.environ, "OMP_NUM_THREADS": "2"})
+    assert done.stdout.splitlines()[-1:] == ["0"], done.stdout

@@ -3,8 +3,7 @@
 The thread that launches a stage's work never waits for the device: it marks where it is, and
 another thread waits for the mark. On the host all work is done when a call returns, so a mark is
 the time. What is launched beside the launching thread, in the same order, is a :class:`DeviceThread`'s:
-it takes iterations from a queue, and may wait for the device, which nobody else does. An error ends
-the worker, and is what every later call raises.
+it takes iterations from a queue, and alone may wait for the device. Its error ends the worker.
 
 The CUDA side has run on one GPU (docs/gpu.md). Its order is tested on an emulated one
 (``tests/worker/test_cuda_order.py``).
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from sipipe.errors import ResourceError, StallError
@@ -57,8 +57,7 @@ class Device:
         return _HostWork()
 
     def occupy(self, seconds: float) -> None:
-        """Keep the device busy for at least so long, with work that does nothing; on the host, where
-        who launches is the device, not at all."""
+        """Keep the device busy for at least so long; not on the host, where who launches is it."""
 
     def nanoseconds(self, first: Any, last: Any) -> int:
         """From one mark that the device has reached to another."""
@@ -69,7 +68,9 @@ class Device:
         ``target`` has the shape and type of ``source``; the rows of both are contiguous. Neither
         may be touched or freed until the device has reached the mark."""
         if source.data_ptr() != target.data_ptr():  # else it was computed there
-            target.copy_(source)
+            # Tensor.copy_ would use an OpenMP team of this thread's: with more threads than cores
+            # libgomp puts those of the forward pass to sleep after every operator.
+            np.copyto(*(matrix.view(torch.uint8).numpy() for matrix in (target, source)))
         return self.mark()
 
     def lock_pages(self, memory: memoryview) -> None:

@@ -123,8 +123,7 @@ class ShmSending:
     ) -> None:
         """Send one frame, after ``after``; its buffer is free, its schema announced. On return
         ``parts`` may be overwritten, on a device by work that is queued behind
-        :meth:`order_after_copies`. Copied on this thread alone: ``Tensor.copy_`` would spread a
-        large copy over an OpenMP pool of this thread's, which fights the forward pass for cores."""
+        :meth:`order_after_copies`. Copied without an OpenMP team, as ``HostDevice.fetch`` does."""
         assert self._buffers is not None, "announce comes first"
         until_reached(after)
         shape = schema.at(header.num_tokens)
