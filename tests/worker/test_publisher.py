@@ -105,6 +105,6 @@ assert torch.equal(there, made) and not whole[:, :100].any()
 
 def test_logits_are_copied_without_an_openmp_team():
     """With a team of its own beside that of the forward pass there were more threads than cores, and
-    libgomp put the pass's to sleep after each operator: half the tokens of a small model."""
+    libgomp put the pass's to sleep after each operator: a small model served one request half the tokens."""
     done = ran([sys.executable, "-c", FETCHES], env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.stdout.splitlines()[-1:] == ["0"], done.stdout
