@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests benchmarks scripts
-BENCHMARKS := $(filter-out ablation asleep before busy calibration calibration_traces harness in_turn delayed_cable emulate goals made_up_trace measure paper paper_columns pictures results sampling_cliffs shared_gpu sources stage_recorders stock_trace,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
+BENCHMARKS := $(filter-out ablation asleep before before_engine busy calibration calibration_traces harness in_turn delayed_cable emulate goals made_up_trace measure paper paper_columns pictures results sampling_cliffs shared_gpu sources stage_recorders stock_trace turns,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
 # Those that want a model or a GPU, or have no quick form, are run by name.
 QUICK := $(filter-out curves drafting one_gpu prefill prefill_apart smollm2_logits speculation,$(BENCHMARKS))
 

@@ -97,6 +97,7 @@ def test_a_request_that_fails_tells_its_client_why(served, streamed):
     assert message == "no token is left to sample: every logit is -inf or masked"
 
 
+@pytest.mark.ci
 def test_many_streams_with_aborts_end_and_nothing_is_left(served):
     address, process, log, temporary = served
     everybody = psutil.Process(process.pid).children(recursive=True)
