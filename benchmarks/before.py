@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.harness import BUILD, report
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.sources import ROOT
+from sipipe.tools.load import SAMPLING
 
 TOKENS = {1: 96, 8: 48, 64: 24, 256: 12}
 """New tokens of each request, by how many there are at once."""
@@ -80,7 +81,7 @@ def _unpacked(commit: str) -> Path:
 
 
 def _pair(before: Path, engine: dict[str, Any], *, backwards: bool) -> dict[str, Any]:
-    job = {"engine": engine, "loads": LOADS, "repeat": REPEAT}
+    job = {"engine": engine, "loads": LOADS, "sampling": SAMPLING, "repeat": REPEAT}
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # such as vLLM's
     return measured_in_turn(
         dict.fromkeys(sorted(SIDES, reverse=backwards), job),

@@ -19,11 +19,9 @@ from sipipe.tools.child import answer
 SETTLED = 15.0
 """Seconds in which a spare sampler, which starts five after the others, has compiled."""
 
-SAMPLING = {"greedy": {"temperature": 0.0}, "chat": {"temperature": 0.7, "top_p": 0.9}}
-
 
 def _measure(job: dict[str, Any]) -> dict[str, Any]:
-    """``start``, seconds; and for each of ``loads`` (a way of sampling, requests at once, their new
+    """``start``, seconds; and for each of ``loads`` (a way of ``sampling``, requests at once, their new
     tokens) ``speeds``, tokens/s, and ``cpu``, milliseconds of CPU time that all processes of the
     engine spent a token: as many as ``repeat``."""
     from vllm import LLM, SamplingParams
@@ -32,7 +30,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
 
     def run(way: str, count: int, tokens: int) -> tuple[float, float]:
         params = [
-            SamplingParams(**SAMPLING[way], seed=seed, max_tokens=tokens, ignore_eos=True)
+            SamplingParams(**job["sampling"][way], seed=seed, max_tokens=tokens, ignore_eos=True)
             for seed in range(count)
         ]
         spent, began = _cpu_seconds(), time.perf_counter()
