@@ -1,7 +1,7 @@
 """Engines of tests start their processes by fork: vLLM's core and SiPipe's workers begin with vLLM
 imported, as the process that starts them has it already (:mod:`.fork_server`).
 
-A new interpreter for each is what vLLM has on CPUs, and what SiPipe has everywhere; importing
+A new interpreter for each is what vLLM has on CPUs, and SiPipe in Python; importing
 vLLM then takes a core 7 to 10 seconds in each process, which is most of a tiny engine's start.
 Everything else is as a user has it: the same main functions, arguments, descriptors, environment;
 but that the workers' stages are watched for unsafe uses of their input buffers.
@@ -14,7 +14,6 @@ vLLM forks at the same two places on GPUs.
 
 import multiprocessing.util
 import os
-import pickle
 import runpy
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # where nobody has put it yet
 
-from sipipe.engine.forking import spawn_by_fork
+from sipipe.engine.forking import look_by_fork, spawn_by_fork
 from sipipe.ipc.child import fork
 
 MODULES = ("sipipe.worker", "sipipe.engine.server")
@@ -34,23 +33,7 @@ def start_by_fork() -> None:
 
     multiprocessing.util.spawnv_passfds = spawn_by_fork
     subprocess.Popen = _Popen
-    registry._run_in_subprocess = _run_in_fork
-
-
-def _run_in_fork(look):
-    read, write = os.pipe()
-
-    def run() -> None:
-        with open(write, "wb") as told:
-            pickle.dump(look(), told)
-
-    pid = fork(run, [write], os.environ)
-    os.close(write)
-    with open(read, "rb") as told:
-        said = told.read()
-    status = os.waitpid(pid, 0)[1]
-    assert status == 0, "see its error above"
-    return pickle.loads(said)
+    registry._run_in_subprocess = look_by_fork
 
 
 class _Popen(subprocess.Popen):

