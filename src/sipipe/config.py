@@ -159,8 +159,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Who multiplies by the output projection. ``"shared"``: every stage, by a part of its columns,
     as many as even the stages' times; the layers are then cut evenly. ``"last"``: the last stage.
     ``"auto"``: shared where it is expected, and on the loaded model measured, to shorten the slowest
-    stage by 3 %. Where it cannot be shared out (docs/vocabulary.md), the last stage has it, with a
-    line in the log."""
+    stage by 3 %. Where it cannot be (docs/vocabulary.md), a line in the log says so."""
 
     kv_loss: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.1
     """Part of the KV cache's tokens, 0 to below 1, that ``"layers": "auto"`` may give up against

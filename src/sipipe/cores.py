@@ -27,8 +27,7 @@ from sipipe.control_groups import control_groups
 from sipipe.errors import ConfigError
 
 SAMPLERS_PER_NODE, MOST_SAMPLERS = 16, 128
-"""Most samplers chosen by ``"auto"`` for each NUMA node, beyond which they share one memory bus for
-little gain; and in all."""
+"""Most samplers that ``"auto"`` takes for each NUMA node, whose memory bus they share, and in all."""
 
 CLAIM = "sipipe-cores-"
 

@@ -16,8 +16,7 @@ _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter
 
 
 def memfd_create(name: str) -> int:
-    """A descriptor of new memory, as a file without a name; programs that are started do not get it.
-    OSError: there is none."""
+    """A descriptor of new memory, which programs that are started do not get. OSError: there is none."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     number = _MEMFD_CREATE[platform.machine()]

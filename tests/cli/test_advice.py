@@ -1,5 +1,7 @@
 """Which degrees are said to be quicker on a machine's CPUs, before anything has run."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from sipipe.cli import advice
@@ -27,6 +29,18 @@ def test_one_request_is_quicker_where_both_cores_compute_than_in_stages_that_wai
     quick, slow = (float(first.split(word)[0].split()[-1]) for word in (" tok/s", " with --pp 2"))
     assert quick > advice.CLEARLY * slow
     assert "\n" not in told
+
+
+def test_one_stage_is_told_of_two_where_they_are_quicker(machine, monkeypatch):
+    """By the parts as they are measured it never is: stages of one node share cores and memory."""
+    machine(2)
+    facts = load_model("qwen3-0.6b")
+    assert advice.quicker_on_cpus(facts, 1, 1) == ""
+    ways = {1: [SimpleNamespace(p=1, t=1, throughput=10.0)]}
+    ways[2] = [SimpleNamespace(p=p, t=2 // p, throughput=12.0 * p) for p in (1, 2)]
+    monkeypatch.setattr(advice, "on_host", lambda _, name, count, cores, load: ways[count])
+    told = advice.quicker_on_cpus(facts, 1, 1)
+    assert told.startswith("1 at once 24 tok/s with --pp 2 --tp 1 and 10 with --pp 1 --tp 1; 16 at")
 
 
 def test_nothing_is_said_of_a_machine_with_far_memory(machine):

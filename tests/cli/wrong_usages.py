@@ -132,7 +132,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 [sv] --structured-outputs-config '{"backend": "no-such"}' => backend
 --enable-lora --max-lora-rank 3 => max.lora.rank
 --enable-lora --max-loras 0 => max.loras
-[s] --enable-lora --lora-modules a=/nonexistent => --lora-modules a "/nonexistent": there is no such
+[sv] --enable-lora --lora-modules a=/nonexistent => --lora-modules a "/nonexistent": there is no such
 --hf-overrides '{"num_hidden_layers": 1}' => (-pp|pipeline_parallel_size) 2: the model has 1 layers
 --hf-overrides nonsense => hf.overrides
 --load-format no-such => --load-format "no-such"

@@ -24,8 +24,8 @@ POINTS = {
     "answer": ("sipipe.ipc.gather:GatherSender", "send"),
     # a worker's
     "load": ("tests.faults.stand_in:StandInWorker", "load_model"),
-    "describe": ("sipipe.worker.loop:StageLoop", "answer"),
-    "open": ("sipipe.worker.loop:StageLoop", "open"),
+    "describe": ("sipipe.worker.loaded_stage:LoadedStage", "answer"),
+    "open": ("sipipe.worker.loaded_stage:LoadedStage", "open"),
     "serve": ("sipipe.worker.main:Main", "serve"),
     "prepare": ("sipipe.worker.preparation:SiPipePrepares", "prepare"),
     "run": ("tests.worker.arithmetic:Runner", "execute_model"),

@@ -1,6 +1,6 @@
 """Stages of :mod:`sipipe.worker` on the stand-in of vLLM's second runner, in threads of this process.
 
-Each stage is a :class:`StageLoop`, as a worker's process has it, with its device thread; links and
+Each stage is a :class:`LoadedStage`, as a worker's process has it, with its device thread; links and
 the channel of logits are real. The test follows BIC-I for all of them, and draws.
 """
 
@@ -33,7 +33,7 @@ from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.messages.step import int32_bytes
 from sipipe.worker import loaded_stage
-from sipipe.worker.loop import StageLoop
+from sipipe.worker.loaded_stage import LoadedStage
 from sipipe.worker.sampled_stage import Surroundings
 from sipipe.worker.world import PipelineStandIn
 
@@ -126,7 +126,7 @@ class Stages:
                     recorder=SimpleNamespace(record=lambda *_, **__: None),
                     fail=self.failed.append,
                 )
-                loop = StageLoop(around, sockets)
+                loop = LoadedStage(around, sockets)
                 if opened:
                     loop.open(self.opening)
             self.runners.append(runner)
@@ -160,7 +160,7 @@ class Stages:
             early = pickle.loads(pickle.dumps(planned))
             loop.double_buffer.prepare(Header(Kind.PLAN, slot, iteration), early)
         for loop in self.loops:
-            loop.stage.tokens(header, tokens)
+            loop.running.tokens(header, tokens)
 
     def draw(self, iteration):
         """The most likely token of each row of an iteration."""

@@ -1,6 +1,6 @@
 """Two stages on the emulated device, driven as the engine, its workers and its samplers do.
 
-Everything between vLLM's model runner and the samplers is the real thing: ``StageLoop``,
+Everything between vLLM's model runner and the samplers is the real thing: ``LoadedStage``,
 ``SampledStage``, ``DoubleBuffer``, ``SiPipePrepares``, ``Publisher``, ``ProjectionThread``,
 ``CudaStageDevice``, links between GPUs, BIC-L, and vLLM's own worker step and asynchronous output. In
 place of the model runner stands :class:`.integer_runner.Runner`, whose model is integer arithmetic, so
@@ -40,8 +40,8 @@ from sipipe.messages.places import StagePlace
 from sipipe.messages.step import int32_bytes
 from sipipe.observe.format import Header as TraceHeader
 from sipipe.observe.recorder import open_recorder
+from sipipe.worker.loaded_stage import LoadedStage
 from sipipe.worker.logits import KEY
-from sipipe.worker.loop import StageLoop
 from sipipe.worker.projection_thread import ProjectionThread
 from sipipe.worker.sampled_stage import Surroundings
 from sipipe.worker.vllm_workers import GPUStageWorker
@@ -259,17 +259,17 @@ class Rig:
             recorder=open_recorder(None, TraceHeader(role="stage")),
             fail=self.failed,
         )
-        loop = StageLoop(around, sockets)
+        loop = LoadedStage(around, sockets)
         self.loops.append(loop)
         if self.shared:
             start, stop = bounds[stage : stage + 2]
-            loop._loaded.sharing.shard = Columns(start, stop, worker.model_runner.device)
-            loop._loaded.sharing.writer = stage
+            loop.sharing.shard = Columns(start, stop, worker.model_runner.device)
+            loop.sharing.writer = stage
         loop.open(OpenChannels(links=links, finals=heads, logits=self.channel.endpoint))
-        loop.stage._publisher._progress = SteppedCondition(self)
-        loop.stage._late._came = SteppedTokens(self, stage)
+        loop.running._publisher._progress = SteppedCondition(self)
+        loop.running._late._came = SteppedTokens(self, stage)
         if self.shared and not stage:
-            loop.stage._projection._progress = SteppedCondition(self)
+            loop.running._projection._progress = SteppedCondition(self)
         self.preparing.append(Preparing(self, loop))
         names = [f"head {stage}"] if self.shared and stage == 0 else []
         names += [f"publish {stage}", f"prepare {stage}"]
@@ -399,7 +399,7 @@ class Rig:
             loop = preparing.loop
             job, do = output, loop.double_buffer.prepare
             if planned is not None:
-                job, do = planned, loop.stage.tokens
+                job, do = planned, loop.running.tokens
             header = Header(Kind.SCHEDULE, slot, iteration, row, rows)
             preparing.queue.put(lambda do=do, header=header, job=job: do(header, job))
             if self.choose.random() < 0.1:
@@ -410,7 +410,7 @@ class Rig:
         """A call: every iteration before it has run on the device, and is told."""
 
         def call():
-            there = self.loops[stage].stage
+            there = self.loops[stage].running
             if self.launched[stage] != dispatched:
                 self.wrong.append("a call ran before an iteration")
             if not self.machine.reached(there._launched.last.place):
@@ -500,7 +500,7 @@ class Rig:
     def run(self, iterations):
         """Returns what went wrong; nothing: the schedule went well."""
         for place, loop in enumerate(self.loops[-len(self.committed) :]):
-            real = loop._loaded._logits._ring
+            real = loop._logits._ring
 
             def count(header, place=place, publish=real.publish):
                 publish(header)
@@ -566,8 +566,8 @@ class Rig:
 
     def open_head(self):
         """As the first frame of the link does, which brings its memory."""
-        [sender] = self.loops[1].stage._projection._senders
-        receiver = self.loops[0].stage._projection._receiver
+        [sender] = self.loops[1].running._projection._senders
+        receiver = self.loops[0].running._projection._receiver
         with self.on(1):
             sender.send(0, 1, {KEY: torch.zeros(1, HIDDEN, device="cuda:1")})
         with self.on(0):

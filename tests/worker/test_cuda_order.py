@@ -25,7 +25,7 @@ from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
 from sipipe.worker.draws import LastRows, SomeDrawnHere  # noqa: E402
 from sipipe.worker.inputs.buffers import InputBuffers  # noqa: E402
 from sipipe.worker.inputs.placement import Copied  # noqa: E402
-from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.loaded_stage import LoadedStage  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sampled_stage import SampledStage  # noqa: E402
@@ -185,7 +185,7 @@ HAZARDS = {
         DoubleBuffer, "call", "self.drain()\n", "pass\n",
     ),
     "a call runs before the device is done": (
-        StageLoop, "call", "self.stage.drain()", "pass",
+        LoadedStage, "call", "self.running.drain()", "pass",
     ),
     "hidden states are sent before they are computed": (
         CudaIpcSending, "transmit", "device.copies.wait_event(after)", "pass",

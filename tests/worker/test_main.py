@@ -124,7 +124,7 @@ def process(monkeypatch):
         main._call, main._wrapper = "", Worker(runner, main)
         reader = run.reader = Reader(messages, end or ChannelClosed("closed"))
         monkeypatch.setattr(worker_main, "DispatchReader", lambda *_: reader)
-        main._loop = loop
+        main._stage = loop
         try:
             main.serve(loop)
         finally:

@@ -139,7 +139,7 @@ def test_tokens_follow_from_their_prompts(count, state, sets, monkeypatch):
     """Whoever prepares, ahead or in turn."""
     monkeypatch.setattr(sampled_stage, "SETS", sets)
     with Stages(count, state=state) as stages:
-        preparing = [isinstance(loop.stage._preparation, SiPipePrepares) for loop in stages.loops]
+        preparing = [isinstance(loop.running._preparation, SiPipePrepares) for loop in stages.loops]
         assert preparing == [state is DefaultModelState] * count
         for prompt, tokens in serve(stages).values():
             assert tokens == continuation(prompt, len(tokens))

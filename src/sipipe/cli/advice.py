@@ -57,13 +57,14 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
     """For how many requests other degrees are quicker on this machine's CPUs than these, with the
     numbers; empty where none clearly are, or NUMA nodes are several: a worker that spans them reads
     far memory, which nothing here knows."""
-    cores, found = this_machine(), []
-    if stages * ranks == 1 or len({core.node for core in cores}) > 1:
+    cores, found, parts = this_machine(), [], stages * ranks
+    if len({core.node for core in cores}) > 1:
         return ""
     for load in LOADS:
-        ways = {(c.p, c.t): c for c in on_host(facts, "cpu", stages * ranks, cores, load)}
+        ways = {(c.p, c.t): c for c in on_host(facts, "cpu", parts, cores, load)}
         asked = ways.get((stages, ranks))
-        others = [c for c in ways.values() if c.p == 1] + on_host(facts, "cpu", 1, cores, load)
+        others = [c for c in ways.values() if c.p == 1]
+        others += on_host(facts, "cpu", 2 if parts == 1 else 1, cores, load)
         best = max(others, key=lambda choice: choice.throughput, default=None)
         if asked and best and best.throughput > CLEARLY * asked.throughput:
             found.append(

@@ -58,8 +58,7 @@ def adder(
 def checked(
     convert: Callable[[str], Value], allowed: str, valid: Callable[[Value], bool]
 ) -> Callable[[str], Value]:
-    """The ``type`` of an option: ``convert``, whose ValueError or KeyError is refused, as is a
-    result that is not ``valid``."""
+    """The ``type`` of an option: ``convert``'s ValueError, KeyError and invalid result are refused."""
 
     def parse(text: str) -> Value:
         with suppress(ValueError, KeyError):

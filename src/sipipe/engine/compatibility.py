@@ -23,17 +23,7 @@ STOCK_WORKERS = {
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 
-INSTEAD = {
-    "--data-parallel-size of a mixture of experts": "start a server for each and a load balancer",
-    "--data-parallel-size on several hosts or by Ray": "start a server on each and a load balancer",
-    "--kv-offloading-size on CPUs": "leave it out, it moves blocks from GPUs",
-    "--nnodes above 1 here": "sipipe serve takes it",
-    "--ec-transfer-config (encoder cache connectors)": "leave it out, the first stage encodes",
-    "--numa-bind": 'leave it out, workers are placed by "cores" in the sipipe config',
-    "--mm-processor-cache-type shm": "take lru, its default",
-    "VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's first model runner)": "unset it",
-}
-"""What to do where stock vLLM's executor is not the first answer."""
+OTHERWISE = ": leave it out, or use stock vLLM (vllm serve)"
 
 
 def check_features(vllm_config: VllmConfig) -> None:
@@ -49,44 +39,49 @@ def check_features(vllm_config: VllmConfig) -> None:
     replicas = parallel.data_parallel_size > 1
     refused = {
         # vLLM has them wait for each other at every step.
-        "--data-parallel-size of a mixture of experts": replicas and model.is_moe,
-        "--data-parallel-size on several hosts or by Ray": replicas
-        and (
+        "--data-parallel-size of a mixture of experts: start a server for each and a load balancer": (
+            replicas and model.is_moe
+        ),
+        "--data-parallel-size on several hosts or by Ray: start a server on each and a load balancer": (
             parallel.data_parallel_size_local < parallel.data_parallel_size
             or parallel.data_parallel_backend == "ray"
             or parallel.placement_group is not None
             or hosts.count > 1
-        ),
+        )
+        and replicas,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
-        "--nnodes above 1 here": parallel.nnodes > 1,
-        "--ec-transfer-config (encoder cache connectors)": (
+        "--nnodes above 1 here: sipipe serve takes it": parallel.nnodes > 1,
+        "--ec-transfer-config (encoder cache connectors): leave it out, the first stage encodes": (
             vllm_config.ec_transfer_config is not None
         ),
         "--mm-encoder-only (an encoder without its model)": vllm_config.is_mm_encoder_only,
         "--enable-eplb (expert load balancing)": parallel.enable_eplb,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
-        "--numa-bind": parallel.numa_bind,
+        '--numa-bind: leave it out, workers are placed by "cores" in the sipipe config': (
+            parallel.numa_bind
+        ),
         "--prefill-schedule-interval": vllm_config.scheduler_config.prefill_schedule_interval > 1,
-        "--kv-offloading-size on CPUs": (
+        "--kv-offloading-size on CPUs: leave it out, it moves blocks from GPUs": (
             current_platform.is_cpu()
             and vllm_config.cache_config.kv_offloading_size is not None
             and vllm_config.cache_config.kv_offloading_backend == "native"
         ),
         "--load-format ipc_cache": vllm_config.load_config.load_format == "ipc_cache",
         # By a lock that only vLLM's own executor hands its workers.
-        "--mm-processor-cache-type shm": (
+        "--mm-processor-cache-type shm: take lru, its default": (
             model.multimodal_config is not None
             and model.multimodal_config.mm_processor_cache_type == "shm"
         ),
-        "VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's first model runner)": (
+        "VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's first model runner): unset it": (
             envs.VLLM_USE_V2_MODEL_RUNNER is not None and not envs.VLLM_USE_V2_MODEL_RUNNER
         ),
     }
     for option, asked in refused.items():
         if asked:
-            instead = INSTEAD.get(option, "leave it out, or use stock vLLM (vllm serve)")
-            raise UnsupportedError(f"SiPipe does not support {option}: {instead}")
+            raise UnsupportedError(
+                f"SiPipe does not support {option}{OTHERWISE * (': ' not in option)}"
+            )
     check_speculation(vllm_config)
 
 

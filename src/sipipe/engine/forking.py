@@ -1,5 +1,4 @@
-"""Processes of an engine that go on from one that has imported vLLM, on CPUs, under ``sipipe serve``
-and ``vllm serve``.
+"""Processes of a server's engine that go on from one that has imported vLLM, on CPUs.
 
 Importing vLLM takes a core ten seconds, and the server, the engine's process and each worker did it
 one after the other. Forked from one another, they share it. OpenMP reads how many threads there
@@ -14,7 +13,6 @@ fork, since OpenMP's threads do not come along.
 
 import gc
 import os
-import pickle
 import re
 import sys
 import threading
@@ -22,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module, reload
-from multiprocessing import current_process, spawn, util
+from multiprocessing import current_process, get_context, spawn, util
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +51,13 @@ def waiting(*, shared: bool) -> dict[str, str]:
 @contextmanager
 def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> Iterator[None]:
     """vLLM is imported meanwhile; from then on this process forks what vLLM spawns."""
-    preloads = os.environ.get("LD_PRELOAD", "")
     others = node or "hosts" in settings or any(word.endswith("ray") for word in argv)
-    forks = not others and "torch" not in sys.modules and _may_begin(preloads, METHOD in os.environ)
+    forks = not others and "torch" not in sys.modules and _may_begin(METHOD in os.environ)
     needed = _needed(argv, settings) if forks else {}
     before, mask = {name: os.environ.get(name) for name in needed}, os.sched_getaffinity(0)
     _find_title()
     os.environ.update(needed)
-    loaded = _read(os.environ) | {"LD_PRELOAD": preloads}
+    loaded = _loads()
     yield
     for name, said in before.items():
         del os.environ[name]
@@ -73,19 +70,23 @@ def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> It
 
 def fork_of_vllms() -> None:
     """The same in the main process of ``vllm serve``, once it has imported vLLM, and done no more."""
-    preloads = os.environ.get("LD_PRELOAD", "")
     # vLLM's command names a method where the user has not.
     named = METHOD in Path("/proc/self/environ").read_text(errors="replace")
     alone = threading.active_count() == 1 and current_process().name == "MainProcess"
-    if _loaded is None and alone and _may_begin(preloads, named):
+    if _loaded is None and alone and _may_begin(named):
         gc.freeze()  # shared with what is forked
         _find_title()
-        _fork_from_here(_read(os.environ) | {"LD_PRELOAD": preloads})
+        _fork_from_here(_loads())
 
 
-def _may_begin(preloads: str, named: bool) -> bool:
+def _may_begin(named: bool) -> bool:
     vllm = installed_vllm()
-    return vllm is not None and vllm.device == "cpu" and "omp" not in preloads and not named
+    on_cpu = vllm is not None and vllm.device == "cpu"
+    return on_cpu and not named and "omp" not in os.environ.get("LD_PRELOAD", "")
+
+
+def _loads() -> dict[str, str]:
+    return _read(os.environ) | {"LD_PRELOAD": os.environ.get("LD_PRELOAD", "")}
 
 
 def _fork_from_here(loaded: dict[str, str]) -> None:
@@ -189,16 +190,14 @@ def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
 def look_by_fork(look: Callable[[], Any]) -> Any:
     """``registry._run_in_subprocess``: what ``look`` finds of a model's class, in a process that ends;
     vLLM has its answers in a file, but for a class that it sees for the first time."""
-    read, write = os.pipe()
-
-    def run() -> None:
-        with open(write, "wb") as told:
-            pickle.dump(look(), told)
-
-    child = fork(run, [write], os.environ)
-    os.close(write)
-    with open(read, "rb") as answer:  # wait: as long as vLLM's; the child's answer or end
-        said = answer.read()
-    if os.waitpid(child, 0)[1]:
-        raise RuntimeError("a model's class cannot be imported: its error is above")
-    return pickle.loads(said)
+    context = get_context("fork")
+    answer, told = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: told.send(look()))  # wait: none: it is read; its reader
+    child.start()
+    told.close()
+    try:
+        return answer.recv()  # wait: none, as vLLM's; the child's answer or end
+    except EOFError:
+        raise RuntimeError("a model's class cannot be imported: its error is above") from None
+    finally:
+        child.join()  # wait: none: it has answered, or ended; its end

@@ -194,8 +194,7 @@ class Iterations:
     def wait_for_first(self) -> bool:
         """Wait until the first of those that wait may begin; False: none waits."""
         with self._lock:
-            # wait: that of the iterations in flight, `stall_timeout`; the tokens of one, what fails
-            # the engine
+            # wait: `stall_timeout`, of those in flight; the tokens of one, what fails the engine
             self._left.wait_for(lambda: not self._waiting or self._may_begin())
             return bool(self._waiting)
 

@@ -4,7 +4,6 @@ All checks happen in the foreground, on the configuration that the engine will g
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from vllm.usage.usage_lib import UsageContext
 from sipipe.engine import plugin
 from sipipe.engine.agent import run_agent
 from sipipe.engine.arguments import OneLineParser, begin, engine_args, use_sipipe
-from sipipe.engine.checkpoint import check_path
 from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.ray_placement import place
 from sipipe.engine.setup import Setup, decide
@@ -60,8 +58,6 @@ def serve(
     checked(partial(command.validate, args))
     if not (args.tool_parser_plugin or args.reasoning_parser_plugin):  # which add to what there is
         checked(partial(validate_api_server_args, args))
-    for adapter in args.lora_modules or ():  # vLLM looks when the engine has started
-        check_path(os.path.expanduser(adapter.path), f"--lora-modules {adapter.name}")
     vllm_config = engine_config(engine_args(args), usage_context=UsageContext.OPENAI_API_SERVER)
     if by_ray:
         placement = place(vllm_config)

@@ -4,6 +4,7 @@ It adds SiPipe's figures to ``/metrics`` and what docs/upstream.md lists, for Si
 """
 
 import difflib
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -33,7 +34,7 @@ def register() -> None:
     from huggingface_hub import constants
     from vllm.engine import arg_utils
 
-    from sipipe.engine.checkpoint import check_model
+    from sipipe.engine.checkpoint import check_model, check_path
     from sipipe.engine.forking import fork_of_vllms
 
     create = arg_utils.EngineArgs.create_engine_config
@@ -75,9 +76,21 @@ def register() -> None:
             check_model(self.model)
             checked(partial(begin, self), self.model)  # vLLM looks for it here then
 
+    convert = arg_utils.EngineArgs.from_cli_args.__func__
+
+    @wraps(convert)
+    def from_cli_args(cls: type, args: Any) -> Any:
+        with _one_line():
+            asked = _asks_for_us(getattr(args, "distributed_executor_backend", None))
+            for adapter in (asked and getattr(args, "lora_modules", None)) or ():
+                # vLLM looks when the engine has started.
+                check_path(os.path.expanduser(adapter.path), f"--lora-modules {adapter.name}")
+        return convert(cls, args)
+
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
     arg_utils.EngineArgs.create_engine_config = create_engine_config
     arg_utils.EngineArgs.__post_init__ = post_init
+    arg_utils.EngineArgs.from_cli_args = classmethod(from_cli_args)
 
 
 def _asks_for_us(backend: Any) -> bool:

@@ -147,8 +147,7 @@ class RequestTracker:
             return request is not None and request.iteration == iteration
 
     def advance(self, iteration: int, output: SchedulerOutput) -> Work:
-        """Follow one scheduling output; fill in ``new_token_ids``, which vLLM omits for one stage, and
-        where it did not know them yet."""
+        """Follow one scheduling output; fill in ``new_token_ids`` that vLLM omits or did not know."""
         with self._lock:
             return self._advance(iteration, output)
 

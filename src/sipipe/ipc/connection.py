@@ -157,8 +157,7 @@ class Connection:
             self._sleep(left)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send one message; it has been copied on return. Raises PeerDiedError: the peer is gone, or
-        was never there."""
+        """Send one message; on return it is copied. Raises PeerDiedError: the peer is not there."""
         with self._turn:
             if self._closed or self._gone or not self._met:
                 raise self.died()
@@ -227,8 +226,7 @@ class Connection:
     # ---- the receiving thread -------------------------------------------------------------------
 
     def _sleep(self, seconds: float | None) -> None:
-        # wait: the caller's or none; news, the peer's death or silence (10 s, `SILENCE_MS`),
-        # `interrupt`
+        # wait: the caller's or none; news, the peer's death or 10 s of silence, `interrupt`
         for descriptor, _ in self._poll.poll(None if seconds is None else min(seconds * 1e3, 1e9)):
             if descriptor == self._wake:
                 with suppress(BlockingIOError):

@@ -64,8 +64,7 @@ class GatherReceiver:
         """``sockets[i]`` is the receiver's end of sampler i; this object closes it."""
         self._count = len(sockets)
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
-        # wait: held while the one that collects sleeps; `close`, the other one who takes it, has
-        # woken that
+        # wait: held while the one that collects sleeps; `close`, which takes it too, has woken that
         self._collecting = threading.Lock()
         self._samplers: dict[int, _Sampler] = {}  # by descriptor
         self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations

@@ -38,8 +38,7 @@ def own_sockets() -> Iterator[None]:
 
 
 def free_path(path: str) -> None:
-    """Remove the socket that a server which has ended has left at ``path``. Raises ConfigError: one
-    listens there, or none can."""
+    """Remove the socket that a server has left at ``path``. ConfigError: one listens there, or none can."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

@@ -41,8 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def output(*command: str, failing: bool = False) -> str | None:
-    """What a program prints, ``failing`` too; None: it is not there, fails, prints nothing, or takes
-    20 s."""
+    """What a program prints, ``failing`` too; None: it is not there, fails, is silent, takes 20 s."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         # wait: 20 s; the program's end
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

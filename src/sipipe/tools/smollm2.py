@@ -51,8 +51,7 @@ def find() -> Path:
 
 def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a directory of ``size`` bytes, which appears as ``target`` when complete.
-    Raises ConfigError: ``target`` holds something. ResourceError: it cannot be written, or the disk
-    is too full."""
+    Raises ConfigError: ``target`` holds something. ResourceError: it cannot be written."""
     parent = target.absolute().parent
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):

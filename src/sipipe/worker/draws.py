@@ -130,8 +130,7 @@ class Pooled(WholeBatch):
 
 
 class LastRows(NothingDrawn):
-    """On the last stage: logits of rows that sample, all of which samplers draw. ``reports``: it says
-    what samplers do not."""
+    """On the last stage: logits of rows, which samplers draw. ``reports``: it says what they do not."""
 
     def __init__(
         self, runner: Any, device: Device, stage_logits: StageLogits, *, reports: bool

@@ -1,34 +1,41 @@
-"""A stage whose model is loaded: what the engine asks of it before its first iteration.
+"""A stage whose model is loaded: what the engine asks of it, before its first iteration and then.
 
 It says what it writes, how long its parts take and what of the output projection it takes; then its
 channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` runs iterations.
 
-Who runs here: whoever follows BIC-I, in control calls.
+Who runs here: whoever follows BIC-I, in control calls with no iteration in the worker, and to hand
+iterations over.
 """
 
+from __future__ import annotations
+
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
 
+from sipipe.cores import bind_threads, run_soon
 from sipipe.ipc.link.cuda_device import reaches_others
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
-from sipipe.ipc.ring.logits import LogitsEndpoint
+from sipipe.messages import calls
 from sipipe.messages.boots import StageDescription, WorkerBoot
-from sipipe.messages.link import LinkEndpoint, buffer_tokens
+from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
-from sipipe.worker.links import Links
+from sipipe.worker.links import Links, NoEnd
 from sipipe.worker.logits import LogitsHandover, StageLogits
 from sipipe.worker.measure import measure_stage
-from sipipe.worker.sampled_stage import SampledStage, Surroundings
+from sipipe.worker.sampled_stage import ClosedStage, SampledStage, Surroundings
 from sipipe.worker.sharing import Sharing
+
+if TYPE_CHECKING:
+    from sipipe.worker.double_buffer import DoubleBuffer
 
 
 def link_bytes(runner: Any, boot: WorkerBoot) -> int:
@@ -42,10 +49,14 @@ def link_bytes(runner: Any, boot: WorkerBoot) -> int:
 
 
 class LoadedStage:
-    """Made before vLLM warms its runner up, whose sampling it may replace."""
+    """One worker's stage, of what is ``around``; made before vLLM warms its runner up, whose sampling
+    it may replace. ``sockets``: of its links from the previous stage and to the next one."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Surroundings, sockets: Sequence[socket.socket]) -> None:
         self._around = around
+        self._sockets = list(sockets)
+        self._links = Links(around.boot.place, NoEnd(), NoEnd())
+        self.running: SampledStage | ClosedStage = ClosedStage()
         boot, worker, runner = around.boot, around.worker, around.runner
         self._device: Device
         self.sharing: Sharing
@@ -62,17 +73,28 @@ class LoadedStage:
         self._logits: LogitsHandover | None = None
         """This rank's writer of BIC-L, if it is one."""
         if boot.path == "sipipe" and not boot.measures:
-            self.take_over(boot.config.cpu_sampling)
+            self._take_over(boot.config.cpu_sampling)
+        # What links from other stages, and shares of the output projection, take of this GPU.
+        worker.reserved = link_bytes(runner, boot) + self.sharing.device_bytes()
 
-    def take_over(self, draws: str) -> None:
-        """CPU samplers draw from now on; ``draws`` is as ``cpu_sampling`` has it."""
-        self._around.worker.feedback = feedback_of(self._around.runner, draws=True)
-        self._draws = self._draws.take_over(per_row=draws == "per_row")
+    # ---- control calls --------------------------------------------------------------------------
 
-    def device_bytes(self) -> int:
-        """What links from other stages, and shares of the output projection, take of this GPU."""
-        around = self._around
-        return link_bytes(around.runner, around.boot) + self.sharing.device_bytes()
+    def answer(self, request: calls.Request[Any]) -> Any:
+        """What the engine asked."""
+        match request:
+            case calls.Describe():
+                return self.describe()
+            case calls.TimeParts(sequences=sequences):
+                return self.sharing.time_parts(self._draws.stage_logits, sequences)
+            case calls.TakeProjection(offers=offers, bounds=bounds):
+                return self.sharing.take(offers, bounds)
+            case calls.OpenChannels():
+                return self.open(request)
+            case calls.Measure(sequences=sequences):
+                return self._measure(sequences)
+            case calls.Settle(draws=draws):
+                return self._settle(draws)
+        raise AssertionError(f"nobody answers {request}")
 
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
@@ -100,11 +122,7 @@ class LoadedStage:
         )
         return described(logits=shape, offer=offered)
 
-    def time_parts(self, sequences: int) -> Measured:
-        """How long the parts of a microbatch take, all stages at once."""
-        return self.sharing.time_parts(self._draws.stage_logits, sequences)
-
-    def measure(self, sequences: int) -> Measured:
+    def _measure(self, sequences: int) -> Measured:
         """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
         around = self._around
         with set_current_vllm_config(around.boot.vllm_config):
@@ -112,28 +130,47 @@ class LoadedStage:
                 around.runner, self._device, sequences, self._draws.stage_logits, self._logits
             )
 
-    def open(
-        self, logits: LogitsEndpoint, finals: Sequence[LinkEndpoint], sockets: list[socket.socket]
-    ) -> None:
-        """Open the writer of BIC-L, and the links of final hidden states."""
-        around, sharing = self._around, self.sharing
-        writes = self._draws.stage_logits is not None or sharing.shard is not None
-        if writes and sharing.writer < logits.shape.ranks:
-            self._logits = LogitsHandover(logits, rank=sharing.writer)
-            self._device.lock_pages(self._logits.buffer)
-        sharing.keep()
-        if sharing.shard is not None:
-            self._projection = sharing.open(
-                finals, sockets, self._logits, around.record, around.fail
-            )
+    def open(self, request: calls.OpenChannels) -> None:
+        """Open the links; where samplers draw, also BIC-L's writer and final hidden states' links."""
+        around, sharing, logits = self._around, self.sharing, request.logits
+        if around.boot.cpus:  # not before: compilers and warm-up may take all cores
+            bind_threads(around.boot.cpus)
+            run_soon()
+        self._links = Links.open(around.boot.place, request.links, self._sockets, around.fail)
+        if logits is None:
+            self._draw_here()
+        else:
+            writes = self._draws.stage_logits is not None or sharing.shard is not None
+            if writes and sharing.writer < logits.shape.ranks:
+                self._logits = LogitsHandover(logits, rank=sharing.writer)
+                self._device.lock_pages(self._logits.buffer)
+            sharing.keep()
+            if sharing.shard is not None:
+                self._projection = sharing.open(
+                    request.finals, self._sockets, self._logits, around.record, around.fail
+                )
+        if not around.boot.measures:
+            self._begin()
 
-    def begin(self, links: Links) -> SampledStage:
-        """Iterations can run."""
-        return SampledStage(
-            self._around, links, self._device, self._draws, self._projection, self._logits
+    def _settle(self, draws: str) -> None:
+        """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
+        if draws == "off":
+            self._draw_here()
+        else:
+            self._take_over(draws)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.running = SampledStage(
+            self._around, self._links, self._device, self._draws, self._projection, self._logits
         )
 
-    def draw_here(self) -> None:
+    def _take_over(self, draws: str) -> None:
+        """CPU samplers draw from now on; ``draws`` is as ``cpu_sampling`` has it."""
+        self._around.worker.feedback = feedback_of(self._around.runner, draws=True)
+        self._draws = self._draws.take_over(per_row=draws == "per_row")
+
+    def _draw_here(self) -> None:
         """vLLM's own sampler draws from now on, and nobody reads logits."""
         around, boot = self._around, self._around.boot
         bound = boot.config.stall_timeout
@@ -151,8 +188,31 @@ class LoadedStage:
             self._logits.close()
             self._logits = None
 
+    # ---- iterations -----------------------------------------------------------------------------
+
+    @property
+    def double_buffer(self) -> DoubleBuffer | None:
+        """The stage's two threads, once iterations can run."""
+        return self.running.double_buffer
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns, with no iteration in the worker; in the device thread, if any."""
+
+        def alone() -> Any:
+            self.running.drain()
+            return function()
+
+        double_buffer = self.double_buffer
+        return alone() if double_buffer is None else double_buffer.call(alone)
+
+    def doing(self) -> str:
+        """What the threads that run iterations do now, as predicates."""
+        return self.running.doing()
+
     def close(self) -> None:
-        """Release what was opened."""
+        """End the threads; release links and channels."""
+        self.running.close()
+        self._links.close()
         self._projection.close()
         if self._logits is not None:
             self._logits.close()

@@ -50,25 +50,25 @@ from sipipe.worker.world import cut_model, keep_caches_apart
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
-    from sipipe.worker.loop import StageLoop
+    from sipipe.worker.loaded_stage import LoadedStage
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
     """Entry point of the process; returns when the engine closes the channels."""
-    main = loop = None
+    main = stage = None
     # Its own would be a semaphore of the system's, left behind by a process that is killed.
     tqdm.set_lock(threading.RLock())  # wait: held while a line is written; as that is
     try:
         main = Main(boot, parent, sockets)
-        loop = main.load()
-        main.serve(loop)
+        stage = main.load()
+        main.serve(stage)
     except (SystemExit, ChannelClosed):
         pass
     except Exception as error:
         if parent.let_end():
-            if loop is not None:
+            if stage is not None:
                 logger.exception("worker %s failed", boot.place.name)
             else:
                 _log_load(boot.place.name, error)
@@ -115,7 +115,7 @@ class Main:
         self._sockets = sockets
         self._parent = parent
         self._reader: DispatchReader | None = None
-        self._loop: StageLoop | None = None
+        self._stage: LoadedStage | None = None
         self._wrapper: WorkerWrapperBase | None = None
         self._preparing: threading.Thread | None = None
         self._planned = -1  # the last iteration that was
@@ -124,10 +124,11 @@ class Main:
         parent.doing = self._doing
         # The engine removes it once all ranks have joined, unless it was killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
-        stage, rank = boot.place.stage, boot.place.tp_rank
-        self._recorder = record_process(boot.watched, "stage", stage, rank, boot.layers[stage])
+        place = boot.place
+        counted = place.stage, place.tp_rank, boot.layers[place.stage]
+        self._recorder = record_process(boot.watched, "stage", *counted)
 
-    def load(self) -> StageLoop:
+    def load(self) -> LoadedStage:
         """Load the model shard of this stage and rank, and report READY."""
         boot, place = self._boot, self._boot.place
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
@@ -153,7 +154,7 @@ class Main:
         wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
-        from sipipe.worker.loop import StageLoop
+        from sipipe.worker.loaded_stage import LoadedStage
         from sipipe.worker.sampled_stage import Surroundings
 
         wrapper.load_model()
@@ -162,36 +163,38 @@ class Main:
         around = Surroundings(
             boot=boot, wrapper=wrapper, report=self._parent.say, recorder=self._recorder, fail=fail
         )
-        self._loop = StageLoop(around, self._sockets)
+        self._stage = LoadedStage(around, self._sockets)
         if boot.of_main_thread:
             end_with_parent_thread()
         self._call = ""
         self._parent.say(Ready())
-        return self._loop
+        return self._stage
 
-    def serve(self, loop: StageLoop) -> None:
+    def serve(self, stage: LoadedStage) -> None:
         """Follow BIC-I until it is closed; the main thread is the device thread when it can be."""
         endpoint = self._parent.receive()
         self._reader = reader = DispatchReader(endpoint, self._boot.place.name)
-        while loop.double_buffer is None:
-            self._follow_one(reader, loop)
-        follow = partial(self._follow, reader, loop, loop.double_buffer)
+        while stage.double_buffer is None:
+            self._follow_one(reader, stage)
+        follow = partial(self._follow, reader, stage, stage.double_buffer)
         self._preparing = threading.Thread(target=follow, name="SiPipePreparing", daemon=True)
         self._preparing.start()
-        loop.double_buffer.run()
+        stage.double_buffer.run()
         self._preparing.join()  # wait: none: it has closed the double buffer, its last act; its end
 
-    def _follow(self, reader: DispatchReader, loop: StageLoop, double_buffer: DoubleBuffer) -> None:
+    def _follow(
+        self, reader: DispatchReader, stage: LoadedStage, double_buffer: DoubleBuffer
+    ) -> None:
         """The preparing thread."""
         try:
             while True:
-                self._follow_one(reader, loop)
+                self._follow_one(reader, stage)
         except ChannelClosed:
             double_buffer.close()
         except BaseException as error:  # the device thread raises it
             double_buffer.fail(error)
 
-    def _follow_one(self, reader: DispatchReader, loop: StageLoop) -> None:
+    def _follow_one(self, reader: DispatchReader, stage: LoadedStage) -> None:
         """Do what the next message asks."""
         began = time.monotonic_ns()
         with reader.receive() as message:
@@ -200,14 +203,14 @@ class Main:
                 return  # the samplers'
             body, *buffers = [bytearray(part) for part in message.parts[2:]]
         if header.kind is Kind.GRAMMAR:
-            loop.stage.grammar(header.number, pickle.loads(body, buffers=buffers))
+            stage.running.grammar(header.number, pickle.loads(body, buffers=buffers))
             return
         if header.kind is Kind.CONTROL:
-            self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
+            self._run_call(stage, header.number, partial(pickle.loads, body, buffers=buffers))
             return
         waited = Phase.WAIT_SCHEDULING, header.number, header.slot, began
         if header.number == self._planned:
-            loop.stage.tokens(header, body)
+            stage.running.tokens(header, body)
             self._recorder.record(*waited, time.monotonic_ns())
             return
         if header.kind is Kind.PLAN:
@@ -220,10 +223,10 @@ class Main:
                 f"{error!r}"
             ) from None
         self._recorder.record(*waited, time.monotonic_ns())
-        assert loop.double_buffer is not None, "an iteration before the data plane was open"
-        loop.double_buffer.prepare(header, output)
+        assert stage.double_buffer is not None, "an iteration before the data plane was open"
+        stage.double_buffer.prepare(header, output)
 
-    def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
+    def _run_call(self, stage: LoadedStage, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted. Whatever is wrong with the
         call, its arguments or its result is an error of the call only."""
         self._call = "waits to run a call"
@@ -232,7 +235,7 @@ class Main:
             method, args, kwargs, only = content()
             answers = only is None or only == self._boot.place.rank
             self._call = f"runs {'a function' if callable(method) else method}"
-            value = loop.call(lambda: self._find(loop, method)(*args, **kwargs))
+            value = stage.call(lambda: self._find(stage, method)(*args, **kwargs))
             reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")
         except WorkerDiedError:
             raise  # another stage's worker: no fault of the call's, and the end of this one too
@@ -245,30 +248,30 @@ class Main:
             self._parent.say(reply)
 
     def _find(
-        self, loop: StageLoop, method: str | Callable[..., Any] | Request[Any]
+        self, stage: LoadedStage, method: str | Callable[..., Any] | Request[Any]
     ) -> Callable[..., Any]:
         assert self._wrapper is not None
         if isinstance(method, Request):
-            return partial(loop.answer, method)
+            return partial(stage.answer, method)
         if callable(method):
             return partial(method, self._wrapper)
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
 
     def _doing(self) -> str:
-        parts = [self._call, self._loop.doing() if self._loop is not None else ""]
+        parts = [self._call, self._stage.doing() if self._stage is not None else ""]
         return "; ".join(filter(None, parts)) or "waits for a call"
 
     def close(self) -> None:
         """Release channels, links and vLLM's worker."""
-        if self._loop is not None:
-            self._loop.close()
+        if self._stage is not None:
+            self._stage.close()
         # After an error the preparing thread may still sleep in the reader: leave that to the kernel.
         asleep = self._preparing is not None and self._preparing.is_alive()
         if self._reader is not None and not asleep:
             self._reader.close()
         self._recorder.close()
-        if self._loop is not None and self._wrapper is not None:
+        if self._stage is not None and self._wrapper is not None:
             with suppress(Exception):
                 self._wrapper.shutdown()
             with suppress(Exception):

@@ -38,8 +38,7 @@ class Sharing:
         """Which writer of BIC-L this rank is."""
 
     def device_bytes(self) -> int:
-        """What the rows and what comes and goes beside them will take of this rank's GPU. The last
-        stage's rows are its model's."""
+        """What the rows and their traffic take of this rank's GPU. The last stage's rows are its model's."""
         runner, place = self._worker.model_runner, self._place
         if not self._boot.parts or place.is_last or runner.device.type == "cpu":
             return 0
@@ -50,8 +49,7 @@ class Sharing:
         return int(elements * model.dtype.itemsize)
 
     def offer(self, stage_logits: StageLogits, hidden: torch.Tensor) -> ProjectionOffer | str:
-        """The last stage's rows, or why they cannot be shared out. ``hidden``: as
-        :class:`OfferedRows` has it."""
+        """The last stage's rows, or why they cannot be shared out; ``hidden`` as of OfferedRows."""
         if not self._boot.parts:
             return ""
         self._offered = OfferedRows(stage_logits, hidden)

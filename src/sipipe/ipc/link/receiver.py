@@ -28,8 +28,7 @@ class Receiver:
         self._transport = transport
         self._held: dict[int, int] = {}  # iteration -> frame, under _holding
         self._holding = threading.Lock()  # wait: held for moments; nobody waits under it
-        # wait: held while hidden states are awaited; `close`, the other one who takes it, has
-        # ended that
+        # wait: held while hidden states are awaited; `close`, which takes it too, has ended that
         self._taking = threading.Lock()
         self._taken = 0
         self._to_device = endpoint.device == "cuda" and endpoint.kind != "cuda_ipc"

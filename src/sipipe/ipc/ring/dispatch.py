@@ -172,8 +172,7 @@ class DispatchProducer:
         self._ring.remove_reader(name)
 
     def close(self) -> None:
-        """Readers get what was published, then ChannelClosed. Idempotent; any thread. A publish that
-        waits for a reader ends."""
+        """Readers get what was published, then ChannelClosed; a publish ends. Idempotent; any thread."""
         self._ring.mark_closed()
         with self._turns:
             self._closed = True

@@ -242,8 +242,7 @@ def network(gigabits: float, adapters: int = 1, assumed: Assumed = STATED) -> Ne
 
 
 def at_end(cluster: Cluster, assumed: Assumed) -> Cluster:
-    """``cluster``, built with what ``assumed`` gives, at that end of what is assumed of its links,
-    its network and its devices."""
+    """``cluster``, of what ``assumed`` gives, at that end of what is assumed of its parts."""
     found, between = cluster.device, cluster.network
     part = f"device.{found.key}"
     stated = dataclasses.replace(assumed, case="stated").values(part)

@@ -31,8 +31,7 @@ class Choice:
     engine: Engine
     placement: Placement
     cut: tuple[int, ...]
-    """Layers of each stage, as the engine cuts unless told otherwise; ``placement`` has them where
-    they leave enough memory."""
+    """Layers of each stage, as the engine cuts them; ``placement`` has them where memory is left."""
     memory: Memory
     kv_loss: float
     """Share of the KV cache's tokens that the uneven cut, or a shared projection, costs."""

@@ -26,8 +26,7 @@ class _RuledOutError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """For both engines and every (p, t) with ``p t`` equal to the cluster's devices a prediction,
-    or why not."""
+    """For both engines and every (p, t) whose product is the devices: a prediction, or why not."""
 
     costs: DatasheetCosts
     """Of the model on the cluster, all of which is one deployment."""

@@ -200,8 +200,7 @@ def total(stages: Iterable[StageAccount]) -> tuple[int, ...]:
 
 
 def account(trace: Trace, window: tuple[int, int] | None = None) -> tuple[StageAccount, ...]:
-    """Account for the time of every stage, by index and rank; ``window``: first and last instant in
-    ns (None: the trace's)."""
+    """Account for every stage's time, by index and rank; ``window``: in ns (None: the trace's)."""
     start, end = window or trace.window()
     pipeline = Pipeline(trace)
     return tuple(_stage(process, pipeline, start, end) for process in pipeline.stages.values())

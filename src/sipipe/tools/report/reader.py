@@ -96,8 +96,7 @@ class Trace:
 
 def read_trace(directory: str | os.PathLike[str]) -> Trace:
     """Read all trace files of a directory. Files that are not traces, damaged or of an earlier run
-    are left out, each with one line in ``warnings``. Raises TraceError: the directory does not
-    exist or holds nothing usable."""
+    are left out, each with one line in ``warnings``. TraceError: it holds nothing usable."""
     path = Path(directory)
     try:
         files = sorted(path.iterdir())

@@ -38,8 +38,7 @@ class ModelInput:
     """Rows of logits that the batch could have: one a request, and one a draft."""
     logits_rows: NDArray[np.int64] | None = None
     """[n] those that tokens are drawn from, in the order of the scheduling output's
-    ``num_scheduled_tokens``; the others are of requests in the middle of their prefill. None: vLLM
-    prepares, and knows them."""
+    ``num_scheduled_tokens``; the others are of requests amid their prefill. None: vLLM prepares."""
     samples: int = 0
     """Rows of logits that samplers get."""
     logits_row: int = -1

@@ -93,8 +93,7 @@ class Placement(Protocol):
         return source
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Block tables [B', W] of each KV cache group, and slot mappings [G, T'], of vLLM's input
-        batch that was placed last."""
+        """Block tables [B', W] of each KV cache group and slot mappings [G, T'], placed last."""
 
 
 class InPlace(Placement):
