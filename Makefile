@@ -27,7 +27,7 @@ setup: ## make .venv with the CPU engine (quick when it exists)
 demo: setup ## serve a model in two stages, stream answers, measure against stock vLLM
 	@$(BIN)/python scripts/demo.py
 
-test: setup ## the tests that take seconds; with CI=true also those of more than ten
+test: setup ## the tests that take seconds; with CI=true also those of more than five
 	@$(PYTEST) -m "$(TESTS)"
 
 test-all: setup ## all tests

@@ -91,6 +91,7 @@ def test_logits_without_a_distribution_fail_their_own_request_only(models, engin
         assert one["outputs"][0]["finish_reason"] == "length", one
 
 
+@pytest.mark.ci
 def test_a_request_that_ends_its_samplers_fails_alone(engine):
     """It is planted: the third death is enough, and all that the samplers owed is drawn."""
     params = {"temperature": 0.9, "ignore_eos": True, "max_tokens": 60} | WITHOUT

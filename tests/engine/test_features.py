@@ -221,6 +221,7 @@ def test_what_survives_a_storm_of_aborts_equals_stock(models, count):
     assert count // 8 < found[0].count(None) <= count - aborts.count(-1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "tp"), [("qwen2", 1), pytest.param("llama", 2, marks=pytest.mark.slow)]
 )

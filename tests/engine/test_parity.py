@@ -73,6 +73,7 @@ def test_seeded_requests_draw_the_same_with_one_stage_and_two(models):
     assert [one] == [tokens(said) for said in run_engine(path, [together], **shared(2))]
 
 
+@pytest.mark.ci
 def test_vllms_sampler_equals_stock(models):
     """vLLM's own sampler in SiPipe's stages, eager: stock crashes here. Its scheduler
     fills the microbatch with prompts, whose hidden states cross in two pieces."""

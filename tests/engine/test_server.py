@@ -29,7 +29,7 @@ from tests.engine.servers import Server, complete, health, load, metric, post, w
 
 import sipipe
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ci]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_the_logits_are_a_draw_ends_and_is_right(seed: int) -> None:
     """In a process of its own, which ends by itself where a kernel does not (tests/sampler/fuzz.py)."""

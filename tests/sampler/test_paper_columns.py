@@ -54,6 +54,7 @@ def test_draws_have_the_exact_probabilities(strategy: str, kind: type, t: int) -
     assert chi_square(tokens, softmax(found)) > 1e-4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", WAYS)
 def test_behind_workers_each_sequence_has_its_own_token(strategy: str) -> None:
     """The same as of logits that were whole, but where sums round by a lane's place in a vector."""

@@ -121,7 +121,7 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     assert f"--no-deps --requirement={setup.TRAINED}" in joined[3]  # it wants a compiler's minutes
     assert setup.TORCH in joined[4]
     assert "--no-deps" not in joined[4]  # a build for CUDA needs its libraries
-    assert "compileall" in joined[5]
+    assert recorded[5][2:] == [setup.COMPILE, str(Path(setup.VENV, "lib")), setup.UNUSED]
     assert "--editable" in joined[6]
     assert all("-m uv pip install" in joined[at] for at in (2, 3, 4, 6))
     # The `vllm` command asks for a distribution of its own name.
@@ -255,6 +255,18 @@ def test_uv_looks_where_pip_is_told_to(setup, tmp_path):
     assert environment == {"SSL_CERT_FILE": "/c.crt", "UV_HTTP_TIMEOUT": "180"}
     python.unlink()
     assert setup.as_uv_has_it(str(python)) == ([], {})
+
+
+def test_what_can_be_compiled_is(setup, tmp_path):
+    Path(setup.LOG).parent.mkdir()
+    for name, text in (("a", "x = 1"), ("b", "x ="), ("tests/c", "x = 1")):
+        path = tmp_path / "lib" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    setup.run([sys.executable, "-c", setup.COMPILE, str(tmp_path / "lib"), "/tests/"], "compiling")
+    assert [path.name.split(".")[0] for path in tmp_path.glob("lib/**/*.pyc")] == ["a"]
+    setup.run([sys.executable, "-c", setup.COMPILE, str(tmp_path / "lib"), "$^"], "compiling")
+    assert len([*tmp_path.glob("lib/**/*.pyc")]) == 2
 
 
 def test_what_no_engine_imports_is_not_compiled(setup):
