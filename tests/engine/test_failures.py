@@ -159,6 +159,7 @@ def test_a_stopped_sampler_is_replaced_and_no_token_changes(engine):
     assert re.search(r"sampler\d .*has done nothing for .* it is killed", engine.log.read_text())
 
 
+@pytest.mark.ci
 def test_an_idle_engine_sleeps(engine):
     engine.run([{"prompts": prompts(4, vocab=999), "params": [greedy(1)[0] | WITHOUT] * 4}])
     everybody = engine.find(r"Worker_PP|EngineCore|sipipe\.sampler.* sampler\d")

@@ -102,6 +102,7 @@ def test_a_kernel_calls_only_what_its_key_covers() -> None:
             assert foreign == {"sipipe.jit"}, source
 
 
+@pytest.mark.ci
 def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
     package = copied(tmp_path / "site")
     # `uniform` inlines a constant of another file, which alone is edited last.
@@ -125,6 +126,7 @@ def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
     assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))[0] != before
 
 
+@pytest.mark.ci
 def test_a_read_only_installation_without_a_home(tmp_path: Path) -> None:
     package = copied(tmp_path / "site")
     shared = tmp_path / "shared"

@@ -260,6 +260,7 @@ def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(c
     assert "allowed_token_ids" in errors[2]
 
 
+@pytest.mark.ci
 def test_a_batch_that_asks_for_every_logprob_is_answered_in_frames():
     """70 sequences and 151,936 tokens: 85 MB."""
     vocab, rows = 151_936, 70

@@ -132,6 +132,7 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     json.dumps(found)
 
 
+@pytest.mark.ci
 def test_a_server_that_caches_has_seen_the_prompts_of_no_run_and_rows_get_the_same(url, model):
     for start in (0, 0, 1):
         load.run(job(url, model, draws=0, start=start))

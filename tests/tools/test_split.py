@@ -10,6 +10,8 @@ from benchmarks.split import ROWS
 from sipipe.engine import arguments, plugin
 from sipipe.engine.setup import decide
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def setups(tmp_path_factory):

@@ -262,6 +262,7 @@ PLANTED = [(name, plant, plants is SHARED_HAZARDS) for plants in (HAZARDS, SHARE
            for name, plant in plants.items()]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("plant", "shared"),
     [(plant, shared) for _, plant, shared in PLANTED],

@@ -70,6 +70,7 @@ def noticed(process) -> str:
     return line
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["cut", pytest.param("half open", marks=pytest.mark.slow)])
 def test_both_ends_notice_a_cable_that_is_cut(cluster, ends, how):
     if how == "cut":
