@@ -29,6 +29,7 @@ from tests.engine.servers import Server, complete, health, load, metric, post, w
 
 import sipipe
 
+EXECUTOR = ("--distributed-executor-backend", "sipipe.Executor")
 pytestmark = [pytest.mark.engine, pytest.mark.ci]
 
 
@@ -62,22 +63,46 @@ def same_in_bfloat16(found, stock):
             assert ours == pytest.approx(sorted(value for value, _ in at.values()), abs=1e-3)
 
 
+def forks(server):
+    """What goes on from a process of a server, by its title: the kernel's record of how a process
+    began is that of the one that it goes on from."""
+    record = Path(f"/proc/{server.pid}/auxv").read_bytes()
+    everybody = [server, *server.children(recursive=True)]
+    return {
+        " ".join(process.cmdline()): process
+        for process in everybody
+        if Path(f"/proc/{process.pid}/auxv").read_bytes() == record
+    }
+
+
 def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(served):
-    """vLLM is imported once; the kernel's record of how a process began is that of the server."""
-    everybody = psutil.Process(served[1].pid).children(recursive=True)
-    begins = {process: Path(f"/proc/{process.pid}/auxv").read_bytes() for process in everybody}
-    named = {process: " ".join(process.cmdline()) for process in everybody}
-    server = next(process for process in everybody if process.ppid() == served[1].pid)
-    forked = [process for process in everybody if begins[process] == begins[server]]
-    kinds = [next(k for k in ("Engine", "PP0", "PP1", "server") if k in named[p]) for p in forked]
-    assert sorted(kinds) == ["Engine", "PP0", "PP1", "server"], named
+    """vLLM is imported once."""
+    (server,) = psutil.Process(served[1].pid).children()
+    forked = forks(server)
+    kinds = [next(k for k in ("Engine", "PP0", "PP1", "server") if k in name) for name in forked]
+    assert sorted(kinds) == ["Engine", "PP0", "PP1", "server"]
     port = int(served[0].rpartition(":")[2])
-    listening = [p for p in forked if port in [c.laddr.port for c in p.net_connections("inet")]]
+    listening = [p for p in forked.values() if port in [c.laddr.port for c in p.net_connections("inet")]]
     assert listening == [server]
     text = served[2].read_text()
     assert text.count(f"{servers.MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
     for line in ("core plan: ", "scheduler: core", "shared memory: ", "Output projection "):
         assert text.count(line) == 1, line
+
+
+def test_vllms_own_server_forks_them_too_and_killed_it_leaves_nothing(models, tmp_path):
+    options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32", *EXECUTOR)
+    with Server(model(models), tmp_path / "log", *options, module=servers.VLLM) as server:
+        front = psutil.Process(server.process.pid)
+        named = forks(front)
+        assert [any(who in name for name in named) for who in ("Engine", "PP0", "PP1")] == [True] * 3
+        everybody, names = front.children(recursive=True), in_shared_memory_of(server.everybody())
+        asked = {"temperature": 0.0, "max_tokens": 4, "logprobs": 0}
+        assert len(complete(server.address, [5, 6, 7], asked)[0]) == 4
+        front.kill()
+        _, alive = psutil.wait_procs(everybody, timeout=15)
+        assert not [p for p in alive if p.is_running()], server.log.read_text()[-3000:]
+        wait_until(lambda: not names & in_shared_memory(), 5)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
