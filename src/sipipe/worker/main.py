@@ -15,6 +15,7 @@ Relies on
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.util
 import os
 import pickle
@@ -124,9 +125,8 @@ class Main:
         parent.doing = self._doing
         # The engine removes it once all ranks have joined, unless it was killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
-        place = boot.place
-        counted = place.stage, place.tp_rank, boot.layers[place.stage]
-        self._recorder = record_process(boot.watched, "stage", *counted)
+        where = boot.place.stage, boot.place.tp_rank
+        self._recorder = record_process(boot.watched, "stage", *where, boot.layers[where[0]])
 
     def load(self) -> LoadedStage:
         """Load the model shard of this stage and rank, and report READY."""
@@ -176,6 +176,9 @@ class Main:
         self._reader = reader = DispatchReader(endpoint, self._boot.place.name)
         while stage.double_buffer is None:
             self._follow_one(reader, stage)
+        gc.collect()
+        gc.freeze()  # no collection looks through the model while requests wait
+        gc.enable()
         follow = partial(self._follow, reader, stage, stage.double_buffer)
         self._preparing = threading.Thread(target=follow, name="SiPipePreparing", daemon=True)
         self._preparing.start()

@@ -39,8 +39,7 @@ class RingWriter:
         while not self._claim():
             if time.monotonic() >= end:
                 raise self._late(timeout)
-            # wait: the caller's `stall_timeout`, looking every millisecond; the late reader, its
-            # removal when it dies, `close`
+            # wait: the caller's `stall_timeout`, by the millisecond; the late reader, its death, `close`
             time.sleep(pause)
             pause = min(2 * pause, ATTACH_POLL)
             if self.ring.closed or self._words[at.CLOSED]:
