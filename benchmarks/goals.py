@@ -283,6 +283,14 @@ GOALS = (
         unit="s",
     ),
     Goal(
+        "the same, one stage",
+        "1 × stock's",
+        "start: total | stages=1; side=sipipe serve; caches=cold",
+        beside="start: total | stages=1; side=stock; caches=cold",
+        most=1,
+        unit="s",
+    ),
+    Goal(
         "8,000 tokens of prompt, two stages",
         "stock takes 1.1 × as long",
         "prefill-pp2: of equal times | load=1 x 8,000; engine=stock",
