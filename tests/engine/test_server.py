@@ -82,7 +82,9 @@ def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(se
     kinds = [next(k for k in ("Engine", "PP0", "PP1", "server") if k in name) for name in forked]
     assert sorted(kinds) == ["Engine", "PP0", "PP1", "server"]
     port = int(served[0].rpartition(":")[2])
-    listening = [p for p in forked.values() if port in [c.laddr.port for c in p.net_connections("inet")]]
+    listening = [
+        p for p in forked.values() if port in [c.laddr.port for c in p.net_connections("inet")]
+    ]
     assert listening == [server]
     text = served[2].read_text()
     assert text.count(f"{servers.MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
@@ -95,7 +97,9 @@ def test_vllms_own_server_forks_them_too_and_killed_it_leaves_nothing(models, tm
     with Server(model(models), tmp_path / "log", *options, module=servers.VLLM) as server:
         front = psutil.Process(server.process.pid)
         named = forks(front)
-        assert [any(who in name for name in named) for who in ("Engine", "PP0", "PP1")] == [True] * 3
+        assert [any(who in name for name in named) for who in ("Engine", "PP0", "PP1")] == [
+            True
+        ] * 3
         everybody, names = front.children(recursive=True), in_shared_memory_of(server.everybody())
         asked = {"temperature": 0.0, "max_tokens": 4, "logprobs": 0}
         assert len(complete(server.address, [5, 6, 7], asked)[0]) == 4
