@@ -24,8 +24,7 @@ def memfd_create(name: str) -> int:
 
 
 def pidfd_open(pid: int) -> int:
-    """A descriptor that is readable once the process has ended. OSError: there is no such process, or
-    Linux is older than 5.3."""
+    """A descriptor, readable once the process has ended. OSError: none such, or a Linux before 5.3."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _call(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))

@@ -17,6 +17,7 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # where nobody has put it yet
@@ -33,7 +34,7 @@ def start_by_fork() -> None:
 
     multiprocessing.util.spawnv_passfds = spawn_by_fork
     subprocess.Popen = _Popen
-    registry._run_in_subprocess = look_by_fork
+    registry._run_in_subprocess = partial(look_by_fork, registry._run_in_subprocess)
 
 
 class _Popen(subprocess.Popen):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -173,10 +174,13 @@ def test_vllms_server_forks_but_for_the_users_own(more, thread, forks):
     assert done.stdout == (f"forks {read}\n" if forks else "")
 
 
-def test_a_class_is_looked_at_by_a_fork_and_an_error_there_is_vllms():
-    assert forking.look_by_fork(lambda: (os.getppid(), "found")) == (os.getpid(), "found")
+def test_a_class_is_looked_at_by_a_fork_and_an_error_there_is_vllms(monkeypatch):
+    look = partial(forking.look_by_fork, lambda _: "anew")
+    assert look(lambda: (os.getppid(), "found")) == (os.getpid(), "found")
     with pytest.raises(RuntimeError, match="its error is above"):
-        forking.look_by_fork(lambda: 1 / 0)
+        look(lambda: 1 / 0)
+    monkeypatch.setattr(forking, "_alone", lambda: False)
+    assert look(lambda: "found") == "anew", "another thread may hold a lock"
 
 
 def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):

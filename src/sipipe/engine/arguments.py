@@ -29,8 +29,7 @@ EXECUTOR = "sipipe.Executor"
 
 
 def begin() -> None:
-    """What each command does before it looks at its arguments. Raises UnsupportedError: this is not
-    a vLLM that SiPipe was built for."""
+    """What each command does before it looks at its arguments. UnsupportedError: another vLLM."""
     require_vllm()
     cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
 

@@ -262,7 +262,7 @@ class Children:
                 handles: list[Any] = [*pipes, *processes, self._wake_read]
                 if parent is not None:
                     handles.append(parent.sentinel)
-                # wait: 5 s, then it looks at all bounds; a child's word or death, a new one, the parent's end
+                # wait: 5 s, then it looks at all bounds; any child's word, a new one, the parent's end
                 ready = wait(handles, patience)
                 if parent is not None and parent.sentinel in ready:
                     parent = None

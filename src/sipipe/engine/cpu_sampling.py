@@ -71,7 +71,7 @@ class Costs:
 
     @property
     def choice(self) -> str:
-        """The setting to go on with: of :data:`WAYS` the next one if it saves 3 %, and costs no mix that."""
+        """The setting to go on with: the next of :data:`WAYS` if it saves 3 %, and costs no mix that."""
         found, *others = WAYS
         for name in others:
             way, other = self.periods[name], self.periods[found]

@@ -19,8 +19,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module, reload
-from multiprocessing import current_process, get_context, spawn, util
+from multiprocessing import get_context, spawn, util
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,7 @@ def fork_of_vllms() -> None:
     """The same in the main process of ``vllm serve``, once it has imported vLLM, and done no more."""
     # vLLM's command names a method where the user has not.
     named = METHOD in Path("/proc/self/environ").read_text(errors="replace")
-    alone = threading.active_count() == 1 and current_process().name == "MainProcess"
-    if _loaded is None and alone and _may_begin(named):
+    if _loaded is None and _alone() and _may_begin(named):
         gc.freeze()  # shared with what is forked
         _find_title()
         _fork_from_here(_loads())
@@ -81,8 +81,8 @@ def fork_of_vllms() -> None:
 
 def _may_begin(named: bool) -> bool:
     vllm = installed_vllm()
-    on_cpu = vllm is not None and vllm.device == "cpu"
-    return on_cpu and not named and "omp" not in os.environ.get("LD_PRELOAD", "")
+    preloads = os.environ.get("LD_PRELOAD", "")
+    return not named and vllm is not None and vllm.device == "cpu" and "omp" not in preloads
 
 
 def _loads() -> dict[str, str]:
@@ -94,7 +94,8 @@ def _fork_from_here(loaded: dict[str, str]) -> None:
     from vllm.model_executor.models import registry
 
     _compute_with(1)
-    _loaded, util.spawnv_passfds, registry._run_in_subprocess = loaded, spawn_by_fork, look_by_fork
+    _loaded, util.spawnv_passfds = loaded, spawn_by_fork
+    registry._run_in_subprocess = partial(look_by_fork, registry._run_in_subprocess)
 
 
 def _find_title() -> None:
@@ -138,8 +139,7 @@ def _read(environment: Mapping[str, str]) -> dict[str, str]:
 
 def may_fork(environment: Mapping[str, str]) -> bool:
     """Whether a worker with this environment can be forked from here."""
-    threads = {thread.name for thread in threading.enumerate()}
-    if _loaded is None or threads - {threading.main_thread().name, STARTER}:
+    if _loaded is None or not _alone():
         return False
     # vLLM's worker looks at all that has been imported, and stumbles over Numba's (LMCache's imports).
     if "llvmlite.binding.ffi" in sys.modules:
@@ -150,6 +150,11 @@ def may_fork(environment: Mapping[str, str]) -> bool:
     read = _read(environment)
     read = _read(_loaded) if read == ONE else read
     return read | {"LD_PRELOAD": others} == _loaded
+
+
+def _alone() -> bool:
+    """Whether no thread may hold a lock, which would stay held in a fork."""
+    return {it.name for it in threading.enumerate()} <= {threading.main_thread().name, STARTER}
 
 
 def begin_worker(threads: int, cpus: Sequence[int]) -> None:
@@ -187,9 +192,12 @@ def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
     return fork(run, passfds, os.environ)
 
 
-def look_by_fork(look: Callable[[], Any]) -> Any:
+def look_by_fork(anew: Callable[..., Any], look: Callable[[], Any]) -> Any:
     """``registry._run_in_subprocess``: what ``look`` finds of a model's class, in a process that ends;
-    vLLM has its answers in a file, but for a class that it sees for the first time."""
+    vLLM has its answers in a file, but for a class that it sees for the first time. ``anew``: its own
+    way, which a process with other threads goes, such as a worker."""
+    if not _alone():
+        return anew(look)
     context = get_context("fork")
     answer, told = context.Pipe(duplex=False)
     child = context.Process(target=lambda: told.send(look()))  # wait: none: it is read; its reader

@@ -56,6 +56,5 @@ def describe(sizes: Mapping[str, int]) -> str:
 
 
 def check_budget(sizes: Mapping[str, int]) -> None:
-    """Refuse what would run out of memory later. Raises ResourceError: in one line the memory
-    needed, what there is, and what to do."""
+    """Refuse what would run out of memory later. ResourceError: the memory needed, and what to do."""
     check_room(sum(sizes.values()), describe(sizes))

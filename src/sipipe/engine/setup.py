@@ -197,8 +197,7 @@ class Setup:
 
     @property
     def measures(self) -> bool:
-        """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
-        else can (docs/configuration.md)."""
+        """Whether it is measured on the loaded model if CPU samplers draw: not where nothing else can."""
         auto = self.config.cpu_sampling == "auto" and not (self.reason or self.drafts)
         return auto and compatibility.device_may_draw()
 

@@ -118,8 +118,7 @@ class ProjectionShard:
         memory.close()
 
     def whole(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, H] to [n, columns], of which there may be none; ``into`` is as
-        :meth:`StageLogits.compute` has it."""
+        """[n, H] to [n, columns], perhaps none; ``into`` is as :meth:`StageLogits.compute` has it."""
         if self._empty:
             return hidden[:, :0]
         with placed_in(into, hidden):

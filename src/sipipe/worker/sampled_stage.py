@@ -170,8 +170,7 @@ class SampledStage(ClosedStage):
         self._draws.restrict(iteration, output)
 
     def prepare(self, header: Header, buffer_set: int, output: SchedulerOutput) -> ModelInput:
-        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; of a PLAN,
-        :meth:`tokens` brings the rest."""
+        """Preparing thread: write ``output``'s inputs into ``buffer_set``; :meth:`tokens` ends a PLAN's."""
         began = time.monotonic_ns()
         inputs = ModelInput(
             iteration=header.number, slot=header.slot, buffer_set=buffer_set, output=output

@@ -113,8 +113,7 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
 
     vllm_module = gpu_worker
     reserved = 0
-    """Bytes of the device that links from other stages, and this one's part of the output projection
-    where that is shared out, will take."""
+    """Bytes of the device that links from other stages and a shared projection's part will take."""
 
     def determine_available_memory(self) -> int:
         """Without what is reserved; a size that the user gave is left alone."""

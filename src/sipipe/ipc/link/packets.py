@@ -74,8 +74,7 @@ class PacketConnection:
                 self._poll.register(self._pidfd, select.POLLIN)
 
     def send(self, packet: bytes, descriptor: int | None = None) -> None:
-        """Send one packet, with a descriptor if one is given. Raises PeerDiedError: the peer is
-        gone, or :meth:`interrupt` was called."""
+        """Send one packet, and a descriptor if given. PeerDiedError: the peer is gone, or `interrupt`."""
         try:
             if descriptor is None:
                 # wait: none: there is room for the packets of all frames that may be on their

@@ -172,7 +172,7 @@ class DispatchProducer:
         self._ring.remove_reader(name)
 
     def close(self) -> None:
-        """Readers get what was published, then ChannelClosed; a publish ends. Idempotent; any thread."""
+        """Readers get all, then ChannelClosed; a publish that waits ends. Idempotent; any thread."""
         self._ring.mark_closed()
         with self._turns:
             self._closed = True

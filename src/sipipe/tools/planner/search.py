@@ -73,8 +73,7 @@ class Search:
         return dataclasses.replace(plan, gain=self._gain(plan.fastest(True), plan.fastest(False)))
 
     def _best(self, engine: Engine, p: int, t: int) -> Choice:
-        """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks. Raises
-        _RuledOutError: there is none."""
+        """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks, or _RuledOutError."""
         facts, cluster, ours = self.costs.facts, self.costs.cluster, engine.key == OURS
         per_host, device = cluster.devices_per_host, cluster.device
         _check_divisible(facts, p, t)
