@@ -93,6 +93,8 @@ vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model(self, scheduler_outpu
 vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown(self)
 vllm.v1.worker.cpu_worker:CPUWorker.init_device(self)
 vllm.v1.worker.cpu_worker:CPUWorker.load_model(self)
+vllm.v1.worker.cpu_worker:CPUWorker._should_warm_up_model(self)
+vllm.v1.worker.cpu.model_runner:CPUModelRunner.warming_up_model(self)
 vllm.v1.worker.gpu_worker:Worker.init_device(self)
 vllm.v1.worker.cpu_worker:init_worker_distributed_environment(vllm_config, rank, distributed_init_method, local_rank, backend)
 vllm.v1.worker.gpu_worker:init_worker_distributed_environment(vllm_config, rank, distributed_init_method, local_rank, backend)
@@ -179,11 +181,11 @@ vllm.v1.outputs:ModelRunnerOutput: req_ids req_id_to_index sampled_token_ids log
 vllm.v1.engine:EngineCoreOutput: request_id finish_reason stop_reason num_nans_in_logits
 vllm.outputs:CompletionOutput: finish_reason stop_reason
 vllm.v1.outputs:LogprobsLists: logprob_token_ids logprobs sampled_token_ranks
-vllm.v1.worker.cpu_worker:CPUWorker: model_runner scheduler_config model_config
+vllm.v1.worker.cpu_worker:CPUWorker: model_runner scheduler_config model_config cache_config
 vllm.v1.worker.gpu.model_runner:GPUModelRunner: pp_handler req_states sampler
     prompt_logprobs_worker intermediate_tensors max_num_reqs max_num_tokens lora_config
     is_first_pp_rank is_last_pp_rank device model vllm_config model_config input_buffers
-    is_pooling_model kv_connector max_model_len
+    is_pooling_model kv_connector max_model_len supports_mm_inputs
 # vLLM's PyTorch sampler and its batch of request states.
 vllm.v1.worker.gpu_input_batch:InputBatch: req_ids req_id_to_index sampling_metadata condense
     remove_request refresh_metadata
@@ -227,7 +229,8 @@ vllm.config:SpeculativeConfig: method num_speculative_tokens prompt_lookup_max p
     suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method
 vllm.envs: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES
     VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT
-    VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK
+    VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK VLLM_FORCE_AOT_LOAD
+    VLLM_USE_AOT_COMPILE VLLM_DISABLE_COMPILE_CACHE
 vllm.platforms.interface:Platform: ray_device_key ray_noset_device_env_vars device_control_env_var
     additional_env_vars
 vllm.config:ModelConfig: model dtype seed runner_type logits_processors is_multimodal_model

@@ -151,9 +151,7 @@ class _Cache(FunctionCache):
 @cache
 def _say_that_it_takes_time(package: str) -> None:
     """Once in a process: nobody should wonder why the first call does not return."""
-    tell(
-        f"compiling {package} for this processor, once: up to a minute (`sipipe warm` does it ahead)"
-    )
+    tell(f"compiling {package} for this CPU, once: up to a minute (`sipipe warm` does it ahead)")
 
 
 # Kernels allocate nothing, so they are compiled without Numba's reference counting (`_nrt`): it

@@ -160,7 +160,8 @@ def test_compiled_stages_with_vllms_first_sampler_equal_stock(models, stages):
 
 @pytest.mark.slow
 def test_compiled_stages_equal_stock(models, tmp_path):
-    """By torch.compile, as stages are by default; another engine loads what the first compiled."""
+    """By torch.compile, as stages are by default; another engine loads what the first compiled, by
+    one short pass a stage where the first's began anew."""
     path, batches = model(models), parity.mixed_batches()
     settings = shared(2) | {"enforce_eager": False}
     for loaded in (0, 2):
@@ -168,6 +169,7 @@ def test_compiled_stages_equal_stock(models, tmp_path):
             assert_stock(engine.run(batches), path, batches)
             log = engine.log.read_text()
         assert log.count("Directly load AOT compilation") == loaded
+        assert log.count("Warming up model for the compilation") == 4 - loaded
 
 
 def mapped_channels(engine):

@@ -298,9 +298,7 @@ def _wait(group: Any, seconds: float) -> None:
             )
         if waited > PATIENCE and not told:
             told = True
-            text = (
-                "Ray has no room yet for %s (`ray status` shows what is free); waiting up to %g s"
-            )
+            text = "Ray has no room yet for %s (see `ray status`); waiting up to %g s"
             logger.warning(text, group.bundle_specs, seconds)
 
 

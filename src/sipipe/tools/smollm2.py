@@ -55,9 +55,7 @@ def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
     parent = target.absolute().parent
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise ConfigError(
-                f"make-model: {target} is there already; name a new or empty directory"
-            )
+            raise ConfigError(f"make-model: {target} is there already; name a new or empty one")
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     except OSError as error:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import functools
 import mmap
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
@@ -166,6 +168,22 @@ if current_platform.is_cpu():
             self.vllm_config.kernel_config.enable_jit_warmup &= HAS_TRITON
             super().load_model(*args, **kwargs)
 
+        def _should_warm_up_model(self) -> bool:
+            """Not where a pass of a few tokens loads the compiled model from disk. vLLM's has as many
+            as a batch can, and takes seconds: it also measures memory, where the KV cache has no size.
+            Ranks, which have to do the same, are not asked what each has, nor is an encoder run."""
+            needed: bool = super()._should_warm_up_model()
+            cached = envs.VLLM_USE_AOT_COMPILE and not envs.VLLM_DISABLE_COMPILE_CACHE
+            sized = self.cache_config.kv_cache_memory_bytes is not None
+            alone, runner = get_world_group().world_size == 1, self.model_runner
+            if needed and cached and sized and alone and not runner.supports_mm_inputs:
+                few = patch.object(runner, "max_num_tokens", min(16, runner.max_num_tokens))
+                # Where there is nothing to load, vLLM's own pass compiles.
+                with suppress(Exception), few, patch.object(envs, "VLLM_FORCE_AOT_LOAD", True):
+                    runner.warming_up_model()
+                    return False
+            return needed
+
 
 def use_compiled(config: VllmConfig) -> None:
     """From now on this process loads what was compiled for this model, these processor features and as
@@ -173,16 +191,14 @@ def use_compiled(config: VllmConfig) -> None:
     neither, so they become a part of the configuration, from which vLLM names the file."""
     built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     config.additional_config = {**config.additional_config, "compiled_for": built_for}
-    torch.compiler.load_compiled_function = _finished(torch.compiler.load_compiled_function)
+    load = torch.compiler.load_compiled_function
 
-
-def _finished(load: Any) -> Any:
     @functools.wraps(load)
-    def loaded(*args: Any, **kwargs: Any) -> Any:
+    def finished(*args: Any, **kwargs: Any) -> Any:
         found = load(*args, **kwargs)
         function = found._artifacts.compiled_fn
         if not hasattr(function, "finalize_loading"):
             function.finalize_loading = lambda _: None
         return found
 
-    return loaded
+    torch.compiler.load_compiled_function = finished

@@ -167,8 +167,7 @@ def store_vector(builder: Any, value: Any, pointer: Any, offset: Any) -> None:
 
 def prefetch(builder: Any, pointer: Any, size: int, ahead: int, apart: int) -> None:
     """Ask for lines ``apart`` of ``size`` bytes ``ahead`` of ``pointer``: it cannot fault. Hardware
-    prefetchers stop at each page. Into the second cache, so that few requests are left in the first
-    cache's queue."""
+    prefetchers stop at each page. Into the second cache, to keep the first one's queue short."""
     kind = ir.IntType(8).as_pointer()
     function = intrinsic_function(builder, "llvm.prefetch.p0", ir.VoidType(), kind, I32, I32, I32)
     address = builder.bitcast(pointer, kind)
@@ -200,8 +199,7 @@ def load_bits(builder: Any, words: Any, first: Any, wide: bool) -> list[Any]:
 
 
 def maximum(builder: Any, left: Any, right: Any) -> Any:
-    """``left`` where it is greater, else ``right``: one instruction. A NaN in ``left`` is lost, one
-    in ``right`` stays."""
+    """The greater one: one instruction. A NaN in ``left`` is lost, one in ``right`` stays."""
     return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 
@@ -241,8 +239,7 @@ def count_lanes(builder: Any, mask: Any) -> Any:
 
 def exp2(builder: Any, power: Any, mask: Any = None) -> tuple[Any, Any]:
     """Two factors of 2**power for power <= 0: one near 1, and a power of 2. The latter is exactly 0
-    below -127, so that a masked logit (-inf) weighs nothing, and for the lanes of ``mask``,
-    whatever they hold."""
+    below -127, so that a masked logit (-inf) weighs nothing, and for all lanes of ``mask``."""
     lowest = constant(VF, -127.0)
     if mask is not None:
         power = builder.select(mask, lowest, power)

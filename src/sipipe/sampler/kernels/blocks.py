@@ -41,8 +41,7 @@ def consecutive(builder: Any, first: Any) -> Any:
 
 def with_masks(builder: Any, mask: Any, word: Any, body: Any, wide: bool = False) -> Any:
     """``body(masks)`` where ``masks`` are those of the block's vectors, or all None. Compiled for
-    both, because in most blocks nothing is masked, and to load masks takes a pass half as long
-    again."""
+    both: in most blocks nothing is masked, and to load masks takes a pass half as long again."""
     words = builder.bitcast(builder.gep(mask, [word]), ir.VectorType(vec.I64, 4).as_pointer())
     loaded = builder.load(words)
     loaded.align = 4

@@ -201,8 +201,7 @@ def apply_edits(
 ) -> Any:
     """Mask and edit what the request of call row ``i`` changes, and take the maxima. Those of
     groups as well where ``grouped``. Returns (number of edited tokens, maximum of what is left in
-    the row, maximum of both, whether either holds NaN). `clear_mask` must follow once the row is
-    done."""
+    the row, maximum of both, whether either holds NaN). `clear_mask` must follow the row's draw."""
     biased = np.int64(0)
     if has_edits(i, options):
         biased = _mask_by_options(x, i, options, work)

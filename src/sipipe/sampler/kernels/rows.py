@@ -122,8 +122,7 @@ def sample_rows(
 ) -> None:
     """Each row i of the call, of ``requests[i]``: ``flat[starts[i]:][:vocab]``.
     ``follows[i]``: the draft that row i stands behind, which row i - 1 has to draw; negative: none.
-    ``ahead[i]``: how many drafts there are before it. ``out.tokens`` and ``out.codes`` hold -1 and
-    0 before."""
+    ``ahead[i]``: how many drafts are before it. ``out.tokens`` and ``out.codes``: -1 and 0 before."""
     for i in range(starts.size):
         if follows[i] == LATER or (ahead[i] > 0 and out.tokens[i - 1] != follows[i]):
             out.tokens[i] = NOT_DRAWN

@@ -92,8 +92,7 @@ def gather(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
 @kernel
 def sample_blocks(x: Any, work: Any) -> Any:
     """Every 32nd block of a large row, all whole blocks of a small one, into ``work.values``. (How
-    many logits, -inf left out, and which share of the row was looked at.) Filled up with -inf to a
-    whole block."""
+    many logits, -inf left out, which share of the row was read.) Filled up to a block with -inf."""
     full = x.size >> 8
     step = 32 if full >= 64 else 1
     count = 0

@@ -66,8 +66,7 @@ class Iteration:
     """Shares of the time in which a device, on average over stages, does not run the model:
     ``load_imbalance``, sampling on the last stage and the other stages' wait for the slowest;
     ``intra_stage``, input preparation on the device's path; ``inter_stage``, handing hidden states
-    over; ``starved``, nothing to run: too few or uneven microbatches in flight, samplers or
-    scheduler too slow."""
+    over; ``starved``, nothing to run: too few or uneven microbatches, slow samplers, scheduler."""
 
     @property
     def idle(self) -> float:

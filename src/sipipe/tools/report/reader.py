@@ -142,9 +142,7 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     )
     seats = [(h.role, h.index, h.rank) for h in parts if h.role != "sampler"]
     if len(set(seats)) < len(seats):
-        raise TraceError(
-            f"{directory}: files of several engines; give each replica its own --trace"
-        )
+        raise TraceError(f"{directory}: files of several engines; give each its own --trace")
     order = {"executor": 0, "stage": 1, "sampler": 2}
     processes.sort(key=lambda p: (order[p.header.role], p.header.index, p.header.rank))
     return Trace(tuple(processes), tuple(warnings), str(directory))
