@@ -7,8 +7,8 @@ BENCHMARKS := $(filter-out ablation asleep before before_engine busy calibration
 # Those that want a model or a GPU, or have no quick form, are run by name.
 QUICK := $(filter-out curves drafting one_gpu prefill prefill_apart smollm2_logits speculation,$(BENCHMARKS))
 
-# Two processes, those tests that start engines first (tests/conftest.py).
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
+# Three processes, as tests often wait; those that start engines first (tests/conftest.py).
+PYTEST := $(BIN)/pytest -q -n 3 --dist loadscope
 TESTS := not slow$(if $(CI),, and not ci)
 
 # No proxy reaches the servers of demo and tests.

@@ -72,8 +72,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Two processes run tests. Files that start engines come first, one engine after the other in
-    each process: those that share them in one, the others file by file in the one that is free.
+    """Three processes run tests. Files that start engines come first, one engine after the other in
+    each process: those that share them in one, the others file by file in those that are free.
     What is left is taken one test at a time, so that both end together."""
     from xdist.scheduler import LoadScopeScheduling
 

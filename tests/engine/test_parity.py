@@ -53,6 +53,7 @@ def check(models, family, pp, tp, *, last=False, **options):
     assert (SHARED_OUT in log_of(path, **settings)) is (pp > 1 and not last)
 
 
+@pytest.mark.ci
 def test_a_small_cache_and_uneven_stages_equal_stock(models):
     check(models, "qwen2", 2, 1, last=True, **crowded())
 

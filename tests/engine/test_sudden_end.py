@@ -72,7 +72,7 @@ ENGINES = ("front end", "EngineCore", "Worker_PP1")
 SERVED = [(USERS, who, True) for who in ("supervisor", *ENGINES)]
 SERVED += [("sipipe", who, False) for who in ("supervisor", *ENGINES)]
 SERVED += [(VLLM, who, busy) for who in ENGINES for busy in (False, True)]
-FEW = ("sipipe", "supervisor", True)
+FEW = pytest.param("sipipe", "supervisor", True, marks=pytest.mark.ci)
 
 
 # Of a server that dies before it answers, http.client leaves the file of the socket open.

@@ -408,7 +408,10 @@ def test_a_sampler_that_keeps_dying_is_not_replaced_for_ever(service):
 
 @pytest.mark.parametrize(
     "how",
-    ["cannot be added", *(pytest.param(it, marks=pytest.mark.slow) for it in ("dies", "hangs"))],
+    [
+        pytest.param("cannot be added", marks=pytest.mark.ci),
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("dies", "hangs")),
+    ],
 )
 def test_what_ends_its_samplers_fails_alone(how, monkeypatch):
     """Whichever request it is, and whatever it does to the process that draws for it."""

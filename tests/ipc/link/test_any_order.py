@@ -174,9 +174,9 @@ class ZeromqLink(Link):
     kind = "zeromq"
 
 
-TestShm = Link.TestCase
+TestShm = pytest.mark.ci(Link.TestCase)
 TestCudaIpc = CudaIpcLink.TestCase
-TestZeromq = ZeromqLink.TestCase
+TestZeromq = pytest.mark.ci(ZeromqLink.TestCase)
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestShm.settings = settings(max_examples=25, stateful_step_count=40, **SETTINGS)
 TestCudaIpc.settings = settings(max_examples=8, stateful_step_count=40, **SETTINGS)

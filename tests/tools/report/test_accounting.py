@@ -189,6 +189,7 @@ def timelines(draw):
     return pipeline(stages, None if executor is None else rows(on_executor), inflight=inflight)
 
 
+@pytest.mark.ci
 @settings(max_examples=300, deadline=None)
 @given(timelines())
 def test_random_timelines_add_up_and_agree_with_the_definition(trace):
