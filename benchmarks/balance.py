@@ -60,9 +60,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     """In the engine's process, where the executor and its tracker are too."""
     from vllm import LLM, EngineArgs, SamplingParams
 
-    from sipipe.engine.arguments import parse_engine_args
-    from sipipe.engine.balance import Balancer
-    from sipipe.engine.requests import RequestTracker, Work
+    from sipipe.engine.iteration.balance import Balancer
+    from sipipe.engine.iteration.requests import RequestTracker, Work
+    from sipipe.engine.start.arguments import parse_engine_args
 
     shares: list[float] = []
     moved = 0

@@ -139,8 +139,8 @@ def started(job: Job) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from sipipe.cores import equal_shares, this_machine
-    from sipipe.engine.arguments import begin, parse_engine_args
-    from sipipe.engine.setup import BIND
+    from sipipe.engine.setup.record import BIND
+    from sipipe.engine.start.arguments import begin, parse_engine_args
 
     if job.settings is None:
         begin()

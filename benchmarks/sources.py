@@ -37,13 +37,13 @@ _RECORDED = ("sipipe/observe", "sipipe/tools/report")
 MEASURED = {
     "ablation": (*SERVED, "benchmarks/ablation.py"),
     "advice": ("sipipe/cli/advice.py", *_PLANNER, "sipipe/cores.py"),
-    "balance": ("sipipe/engine/balance.py",),
+    "balance": ("sipipe/engine/iteration/balance.py",),
     "breakdown": (*SERVED, "sipipe/tools/report"),
     "channels": ("sipipe/ipc/ring", "sipipe/ipc/gather.py", "sipipe/messages"),
     "drafting": (
         "sipipe/sampler/drafts.py",
         "sipipe/sampler/kernels",
-        "sipipe/engine/speculation.py",
+        "sipipe/engine/scheduling/speculation.py",
     ),
     "emulation": _EMULATED,
     "planner": _PLANNER,

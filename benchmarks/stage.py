@@ -127,7 +127,7 @@ def measure_launching(stage: str, count: int, profile: bool) -> None:
                 real.input_buffers = PackedInputBuffers(*sizes, real.device)
             with (
                 patch(name, return_value=why),
-                patch("sipipe.worker.preparation.placement_of", place),
+                patch("sipipe.worker.hooks.preparation.placement_of", place),
                 patch("sipipe.worker.sampled_stage.Publisher", publisher),
             ):
                 running = opened()

@@ -58,7 +58,7 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
 
     from benchmarks.make_model.checkpoint import make_model
     from sipipe.config import SiPipeConfig
-    from sipipe.messages.places import StagePlace
+    from sipipe.messages.stage_place import StagePlace
 
     vllm_config.HAS_TRITON = True  # what it would be needed for does nothing here
     place = StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
@@ -77,7 +77,7 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
         async_scheduling=False,
         skip_tokenizer_init=True,
     ).create_engine_config()
-    config.parallel_config.worker_cls = "sipipe.worker.vllm_workers.CPUStageWorker"
+    config.parallel_config.worker_cls = "sipipe.worker.hooks.vllm_workers.CPUStageWorker"
     # It would look through all modules for Triton kernels, and stumble over what Numba brings.
     type(current_platform).register_triton_kernel_overrides = lambda *_: None
     wrapper = WorkerWrapperBase(rpc_rank=0)
@@ -97,8 +97,9 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
     from sipipe.observe.format import Header
     from sipipe.observe.recorder import open_recorder
     from sipipe.worker.device import HostDevice
-    from sipipe.worker.draws import LastRows, NothingDrawn
-    from sipipe.worker.logits import Projection, StageLogits
+    from sipipe.worker.hooks.draws import LastRows, NothingDrawn
+    from sipipe.worker.projection.logits import StageLogits
+    from sipipe.worker.projection.projection import Projection
     from sipipe.worker.sampled_stage import SampledStage, Surroundings
 
     wrapper.load_model()

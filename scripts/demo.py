@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sipipe import halves
+from sipipe import cpu_features as halves
 from sipipe.errors import ResourceError
 from sipipe.tools import smollm2
 from sipipe.tools.load import SAMPLING

@@ -37,13 +37,13 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/engine/scheduling/test_policy.py", "tests/engine/scheduling/test_scheduler.py"],
     ),
     "requests": (
-        ["src/sipipe/engine/requests.py", "src/sipipe/engine/iterations.py"],
-        ["tests/engine/test_requests.py", "tests/engine/test_iterations.py"],
+        ["src/sipipe/engine/iteration/requests.py", "src/sipipe/engine/iteration/iterations.py"],
+        ["tests/engine/iteration/test_requests.py", "tests/engine/iteration/test_iterations.py"],
     ),
     "results": (
-        ["src/sipipe/engine/resolve.py"],
+        ["src/sipipe/engine/iteration/resolve.py"],
         [
-            "tests/engine/test_iterations.py",
+            "tests/engine/iteration/test_iterations.py",
             # An engine each: the threads are tested nowhere else.
             "tests/engine/test_parity.py::test_stages_equal_stock",
             "tests/engine/test_features.py::test_logprobs_of_chosen_tokens_equal_stock",

@@ -20,7 +20,7 @@ SHARING = ("features", "parity", "sudden_end")
 and those that end them come last."""
 
 WHOLE = (
-    "tests/engine/test_layers.py",
+    "tests/engine/layers/test_layers.py",
     "tests/engine/scheduling/test_blocks.py",
     "tests/engine/scheduling/test_scheduler.py",
     "tests/sampler/test_processes.py",

@@ -23,14 +23,14 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from vllm.config import ParallelConfig
 
+from sipipe.engine.children.workers import _of_this_host
 from sipipe.engine.executor import Executor
-from sipipe.engine.workers import _of_this_host
-from sipipe.messages.places import StagePlace
+from sipipe.messages.stage_place import StagePlace
 from sipipe.versions import installed_vllm
 from sipipe.worker import device
-from sipipe.worker.device_sampler import DeviceSampler
-from sipipe.worker.preparation import StandInSampler, TokenFeedback
-from sipipe.worker.world import PipelineStandIn, _SharingGloo
+from sipipe.worker.hooks.device_sampler import DeviceSampler
+from sipipe.worker.hooks.preparation import StandInSampler, TokenFeedback
+from sipipe.worker.hooks.world import PipelineStandIn, _SharingGloo
 from tests.test_seams import has
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent

@@ -50,7 +50,7 @@ assert not said, said
 def test_every_module_leaves_torch_and_the_environment_alone(tmp_path):
     found = (module.name for module in pkgutil.walk_packages([str(PACKAGE)], "sipipe."))
     names = [name for name in found if not name.endswith(".__main__")]
-    ours = ["sipipe.worker.sampled_stage", "sipipe.worker.vllm_workers"]
+    ours = ["sipipe.worker.sampled_stage", "sipipe.worker.hooks.vllm_workers"]
     assert loaded_after(tmp_path, PROBE.replace("NAMES", repr(names)), ours) == ours
 
 
@@ -60,7 +60,7 @@ def test_engine_options_leave_the_environment_alone(tmp_path):
     statement = (
         "import os; before = dict(os.environ)\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
-        "from sipipe.engine import plugin\n"
+        "from sipipe.engine.start import plugin\n"
         "plugin.register()\n"
         f"named = EngineArgs({empty!r}, distributed_executor_backend='sipipe.Executor')\n"
         "try: named.create_engine_config()\n"

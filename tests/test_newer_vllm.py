@@ -27,7 +27,7 @@ SLOW = {
     "features": ("tests/engine/test_features.py",),
     "speculation": ("tests/engine/test_speculation.py",),
     "second_runner": ("tests/engine/test_second_runner.py",),
-    "servers": ("tests/engine/test_server.py", "tests/engine/test_launch.py"),
+    "servers": ("tests/engine/start/test_server.py", "tests/engine/start/test_launch.py"),
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),
     "replicas": ("tests/engine/test_replicas.py",),
 }

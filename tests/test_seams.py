@@ -355,7 +355,7 @@ def is_there(place: str) -> bool:
 
 
 def test_a_failed_start_names_what_ended():
-    """By it :mod:`sipipe.engine.server` knows that it was killed."""
+    """By it :mod:`sipipe.engine.start.server` knows that it was killed."""
     watch = inspect.getsource(resolve("vllm.v1.engine.utils:wait_for_engine_startup"))
     assert "See root cause above. " in watch
     assert "Failed core proc(s): {finished}" in watch

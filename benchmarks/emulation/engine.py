@@ -7,12 +7,12 @@ worker class is named there too. ``EMULATED_PROFILE`` is where the workers find 
 from __future__ import annotations
 
 from benchmarks.measure import Job, measure
-from sipipe.engine import compatibility, setup
-from sipipe.engine.compatibility import STOCK_WORKERS
+from sipipe.engine.setup import compatibility, decide
+from sipipe.engine.setup.compatibility import STOCK_WORKERS
 from sipipe.tools.child import answer
 
 compatibility.device_may_draw = lambda: True  # its sampler is emulated too
-setup.share_kv_memory = lambda *_: None  # there is no cache
+decide.share_kv_memory = lambda *_: None  # there is no cache
 STOCK_WORKERS.update(dict.fromkeys(STOCK_WORKERS, "benchmarks.emulation.worker.EmulatedWorker"))
 
 if __name__ == "__main__":

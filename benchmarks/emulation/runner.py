@@ -4,7 +4,7 @@ Requests, block tables and input buffers are vLLM's own classes, on the host. Si
 fills a set of input buffers ahead, and :meth:`EmulatedRunner.begin` takes the batch from it as
 ``execute_model`` does. What vLLM's kernels would write on a device is dropped.
 
-Who runs here: the device thread, as in :mod:`sipipe.worker.preparation`.
+Who runs here: the device thread, as in :mod:`sipipe.worker.hooks.preparation`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
+from sipipe.worker.hooks.preparation import StandInSampler
 from sipipe.worker.inputs.buffers import PackedInputBuffers
-from sipipe.worker.preparation import StandInSampler
 
 
 class EmulatedRunner:

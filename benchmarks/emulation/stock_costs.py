@@ -19,9 +19,9 @@ import torch
 from benchmarks.ablation import AWAY
 from benchmarks.emulation.profile import Profile, StageProfile
 from sipipe.messages.params import is_plain
-from sipipe.worker import draws
+from sipipe.worker.hooks import draws
+from sipipe.worker.hooks.preparation import SiPipePrepares, StandInSampler
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.preparation import SiPipePrepares, StandInSampler
 
 
 class Costs:
@@ -64,7 +64,7 @@ class Costs:
 
 
 class EmulatedSampler(StandInSampler):
-    """In place of :class:`sipipe.worker.device_sampler.DeviceSampler`: token 0 for everybody."""
+    """In place of :class:`sipipe.worker.hooks.device_sampler.DeviceSampler`: token 0 for everybody."""
 
     def __init__(self, runner: Any, costs: Costs) -> None:
         super().__init__()

@@ -39,11 +39,11 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from benchmarks.emulation.profile import Profile, read_profile
 from benchmarks.emulation.runner import EmulatedRunner
 from benchmarks.emulation.stock_costs import Costs
-from sipipe.messages.boots import ProjectionOffer, WorkerBoot
 from sipipe.messages.measured import Measured
-from sipipe.messages.places import StagePlace
-from sipipe.worker.sharing import Sharing
-from sipipe.worker.world import PipelineStandIn
+from sipipe.messages.stage_place import StagePlace
+from sipipe.messages.start_records import ProjectionOffer, WorkerBoot
+from sipipe.worker.hooks.world import PipelineStandIn
+from sipipe.worker.projection.share import ProjectionShare
 
 _PATTERN = 1_000_003  # elements: no multiple of a vocabulary, so that rows differ
 _LARGE = 100.0
@@ -184,7 +184,7 @@ class _ProjectionBeside(_Projection):
         return self._nowhere(rows)
 
 
-class EmulatedSharing(Sharing):
+class EmulatedSharing(ProjectionShare):
     """There is no matrix whose rows could be taken, and times are in the profile."""
 
     def offer(self, *_: Any) -> ProjectionOffer | str:
@@ -244,7 +244,7 @@ class EmulatedWorker(WorkerBase):
             last=self.place.is_last,
         )
 
-    def parts(self, boot: WorkerBoot) -> tuple[Any, Sharing]:
+    def parts(self, boot: WorkerBoot) -> tuple[Any, ProjectionShare]:
         return self.emulated, EmulatedSharing(boot, self, self.emulated)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         require_vllm()
         from sipipe.engine.executor import Executor
-        from sipipe.engine.plugin import register
+        from sipipe.engine.start.plugin import register
 
         register()  # no entry point does where SiPipe is on the path, but not installed
         return Executor

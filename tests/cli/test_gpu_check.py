@@ -90,7 +90,7 @@ def test_every_server_can_be_started(name, gpus):
 @pytest.mark.parametrize("name", SERVERS)
 def test_vllm_takes_the_options(name):
     pytest.importorskip("vllm")
-    from sipipe.engine.arguments import parse_engine_args
+    from sipipe.engine.start.arguments import parse_engine_args
 
     own = SimpleNamespace(model="M", pp=2, tp=1)
     job = gpu_check._server(SERVERS[name], own, 2, "/trace")

@@ -149,7 +149,7 @@ def test_bytes_of_a_network_are_not_bits(capsys, rate):
 
 
 def test_a_cpu_is_one_device_whose_cache_gets_the_engines_share(capsys):
-    kv_memory = pytest.importorskip("sipipe.engine.kv_memory")
+    kv_memory = pytest.importorskip("sipipe.engine.setup.kv_memory")
     _, out = plan(capsys, "qwen3-0.6b", "--gpu", "xeon-8468", "--memory", "64", "--json")
     found = json.loads(out)["greedy"]
     assert found["cluster"]["devices_per_host"] == 1

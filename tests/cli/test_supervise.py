@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sipipe.engine import server as front
+from sipipe.engine.start import server as front
 from sipipe.errors import ConfigError
 from sipipe.ipc.sockets import PREFIX, free_path, own_sockets, remove_dead
 
@@ -292,13 +292,13 @@ def test_what_another_user_made_is_neither_followed_nor_removed(tmp_path, monkey
 
 FAILS = """
 import sys, threading, types
-launch = types.ModuleType("sipipe.engine.launch")
+launch = types.ModuleType("sipipe.engine.start.launch")
 def serve(*_, started):
     threading.Thread(target=threading.Event().wait).start()
     raise RuntimeError(sys.argv[3])
 launch.serve = serve
-sys.modules["sipipe.engine.launch"] = launch
-from sipipe.engine import server as front
+sys.modules["sipipe.engine.start.launch"] = launch
+from sipipe.engine.start import server as front
 sys.exit(front.main())
 """
 

@@ -27,7 +27,7 @@ def start(*_args, **_kwargs):
 
 def sipipe_serve():
     from sipipe.cli import main, serve
-    from sipipe.engine import launch
+    from sipipe.engine.start import launch
 
     def served(given, restart, follows):
         return launch.serve(*given, started=start)

@@ -20,7 +20,7 @@ gc.set_threshold(20_000, 20, 20)
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # Here and again in the engine's own process: vLLM's sampler has twins of its kernels
     # (sampler_twins.py), or Triton's interpreter.
-    from sipipe.engine import compatibility
+    from sipipe.engine.setup import compatibility
 
     compatibility.HAS_TRITON = True
 for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):

@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # where nobody has put it yet
 
-from sipipe.engine.forking import look_by_fork, spawn_by_fork
+from sipipe.engine.children.forking import look_by_fork, spawn_by_fork
 from sipipe.ipc.child import fork
 
-MODULES = ("sipipe.worker", "sipipe.engine.server")
+MODULES = ("sipipe.worker", "sipipe.engine.start.server")
 
 
 def start_by_fork() -> None:

@@ -10,7 +10,7 @@ import zmq
 from tests.engine import servers
 from tests.engine.engines import assert_stock, greedy, model, prompts, run_engine, shared
 
-from sipipe import halves
+from sipipe import cpu_features
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -94,7 +94,7 @@ def one_by_one():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_quantised_weights_equal_stock(models, method):
-    if method != "compressed-tensors" and halves.slow():
+    if method != "compressed-tensors" and cpu_features.slow():
         pytest.skip("vLLM's CPU build multiplies 4 bits with AVX-512 alone")
     path, options = quantized(models, method), {"dtype": "bfloat16"}
     assert_stock(
@@ -102,7 +102,7 @@ def test_quantised_weights_equal_stock(models, method):
     )
 
 
-@pytest.mark.skipif(halves.slow(), reason="vLLM's CPU build has it with AVX-512 alone")
+@pytest.mark.skipif(cpu_features.slow(), reason="vLLM's CPU build has it with AVX-512 alone")
 def test_a_cache_of_fp8_equals_stock(models):
     path, options = model(models), {"kv_cache_dtype": "fp8"}
     said = run_engine(path, one_by_one(), **shared(2), **options)

@@ -28,7 +28,7 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.servers import wait_until
-from tests.engine.test_memory_budget import mapped
+from tests.engine.setup.test_memory_budget import mapped
 
 pytestmark = pytest.mark.engine
 

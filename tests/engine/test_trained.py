@@ -10,7 +10,7 @@ from benchmarks import make_model
 from tests.engine.engines import assert_stock, greedy, run_engine, shared, stock_results, tokens
 from tests.engine.test_features import same_answers
 
-from sipipe import halves
+from sipipe import cpu_features
 from sipipe.errors import ResourceError
 from sipipe.tools import smollm2 as published
 
@@ -91,7 +91,7 @@ def test_200_chats_and_a_texts_logprobs_equal_stock(smollm2, batches, pp):
     assert_stock(found, smollm2, batches, same_answers, **CACHE)
 
 
-@pytest.mark.skipif(halves.slow(), reason="bfloat16 takes minutes a batch without AVX-512")
+@pytest.mark.skipif(cpu_features.slow(), reason="bfloat16 takes minutes a batch without AVX-512")
 def test_bfloat16_agrees_with_stock_as_stock_does_with_itself(smollm2, batches):
     """Products round by batch shape; stock's batches are of 64 and of 8 sequences."""
     options = CACHE | {"dtype": "bfloat16"}

@@ -86,8 +86,8 @@ def _start(scenario, configured):
 def _configure(scenario, configured):
     from vllm.config import KVTransferConfig, SpeculativeConfig
 
-    from sipipe.engine import spare
-    from sipipe.engine.compatibility import schedules_ahead
+    from sipipe.engine.children import spare_sampler as spare
+    from sipipe.engine.setup.compatibility import schedules_ahead
     from sipipe.errors import UnsupportedError
 
     spare.SPARE_SECONDS = spare.AGAIN_SECONDS = scenario["spare"]
@@ -148,8 +148,8 @@ def _other_host(scenario, configured, report):
     adopted = Nursery(scenario.get("planned", {}), report)
     Forked.nursery = adopted
     plan.arrange("agent", scenario.get("agent", ()), report)
-    from sipipe.engine.agent import run_agent
-    from sipipe.engine.setup import decide
+    from sipipe.engine.hosts.agent import run_agent
+    from sipipe.engine.setup.decide import decide
 
     status = 1
     try:

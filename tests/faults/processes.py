@@ -114,7 +114,7 @@ def _become(asked, descriptors, report):
 
 
 class Forked(subprocess.Popen):
-    """What ``subprocess.Popen`` is to :mod:`sipipe.engine.children`."""
+    """What ``subprocess.Popen`` is to :mod:`sipipe.engine.children.children`."""
 
     nursery: Nursery
     naming = threading.local()

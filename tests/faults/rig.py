@@ -75,9 +75,9 @@ def prepare(scratch):
     ).create_engine_config()
     from tests.faults.processes import Forked
 
-    import sipipe.engine.children as children
-    import sipipe.engine.compatibility as compatibility
-    import sipipe.engine.setup as setup
+    import sipipe.engine.children.children as children
+    import sipipe.engine.setup.compatibility as compatibility
+    import sipipe.engine.setup.record as setup
     import sipipe.ipc.child as child
     from sipipe.sampler.warmup import warm_up
 

@@ -21,7 +21,7 @@ from sipipe.worker.device import HostDevice
 
 
 class Shard:
-    """In place of :class:`sipipe.worker.projection_rows.ProjectionShard`: a stage's columns."""
+    """In place of :class:`sipipe.worker.projection.rows.ProjectionShard`: a stage's columns."""
 
     def __init__(self, start, stop):
         self._logits = logits_table()[:, start:stop]

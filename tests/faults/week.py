@@ -46,7 +46,7 @@ FULL = 16 << 20
 
 def serve(core, scenario, said, report):
     """In place of the suite's way to drive an engine."""
-    from sipipe.engine import samplers
+    from sipipe.engine.children import samplers
 
     # A fifth death within a minute ends an engine, and two amid one request end that. A sampler
     # that does nothing has longer the second time. In a week they are further apart.

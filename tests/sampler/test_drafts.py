@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sampler.support import int32, proposed
 
-from sipipe.messages.boots import NGramSettings
 from sipipe.messages.params import SequenceParams
+from sipipe.messages.start_records import NGramSettings
 from sipipe.sampler.drafts import NGrams
 from sipipe.sampler.kernels.ngrams import LOOKS
 from sipipe.sampler.kernels.rows import NOT_DRAWN

@@ -15,18 +15,18 @@ import numpy as np
 import psutil
 import pytest
 
-from sipipe.engine.bus import Bus
-from sipipe.engine.children import Children
-from sipipe.engine.samplers import Samplers
+from sipipe.engine.children.children import Children
+from sipipe.engine.children.samplers import Samplers
+from sipipe.engine.iteration.bus import Bus
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter
-from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.header import Kind
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.replies import Trying, Warm
+from sipipe.messages.start_records import SamplerSettings, Watched
 from sipipe.messages.step import (
     Added,
     Grammar,

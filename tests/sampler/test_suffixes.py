@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tests.sampler.support import int32, proposed
 
-from sipipe.messages.boots import SuffixSettings
+from sipipe.messages.start_records import SuffixSettings
 from sipipe.sampler.drafts import drafter
 
 MOST = 6

@@ -7,8 +7,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from benchmarks.make_model.checkpoint import make_model
 from benchmarks.split import ROWS
 
-from sipipe.engine import arguments, plugin
-from sipipe.engine.setup import decide
+from sipipe.engine.setup.decide import decide
+from sipipe.engine.start import arguments, plugin
 
 pytestmark = pytest.mark.ci
 

@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.worker.device import HostDevice
-from sipipe.worker.draws import feedback_of
-from sipipe.worker.preparation import TokenFeedback
-from sipipe.worker.sharing import Sharing
+from sipipe.worker.hooks.draws import feedback_of
+from sipipe.worker.hooks.preparation import TokenFeedback
+from sipipe.worker.projection.share import ProjectionShare
 
 VOCAB = 500
 ROWS = 499
@@ -334,4 +334,4 @@ class Worker:
         return self.model_runner.sample_tokens(grammar_output)
 
     def parts(self, boot):
-        return HostDevice(), Sharing(boot, self, HostDevice())
+        return HostDevice(), ProjectionShare(boot, self, HostDevice())

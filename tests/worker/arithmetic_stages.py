@@ -23,19 +23,19 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.iterations import only_decodes
+from sipipe.engine.iteration.iterations import only_decodes
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
-from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.calls import OpenChannels
 from sipipe.messages.header import Header, Kind
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
-from sipipe.messages.places import StagePlace
+from sipipe.messages.stage_place import StagePlace
+from sipipe.messages.start_records import Watched, WorkerBoot
 from sipipe.messages.step import int32_bytes
 from sipipe.worker import loaded_stage
+from sipipe.worker.hooks.world import PipelineStandIn
 from sipipe.worker.loaded_stage import LoadedStage
 from sipipe.worker.sampled_stage import Surroundings
-from sipipe.worker.world import PipelineStandIn
 
 BLOCK, REQUESTS, TOKENS, INFLIGHT = 4, 16, 64, 3
 HAND_OVER = 60  # seconds; a bug in the test itself, not a bound that a test relies on

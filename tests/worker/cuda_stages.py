@@ -36,16 +36,16 @@ from sipipe.messages.calls import OpenChannels
 from sipipe.messages.header import Header, Kind
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
-from sipipe.messages.places import StagePlace
+from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.step import int32_bytes
 from sipipe.observe.format import Header as TraceHeader
 from sipipe.observe.recorder import open_recorder
+from sipipe.worker.hooks.vllm_workers import GPUStageWorker
+from sipipe.worker.hooks.world import PipelineStandIn
 from sipipe.worker.loaded_stage import LoadedStage
-from sipipe.worker.logits import KEY
-from sipipe.worker.projection_thread import ProjectionThread
+from sipipe.worker.projection.projection import KEY
+from sipipe.worker.projection.thread import ProjectionThread
 from sipipe.worker.sampled_stage import Surroundings
-from sipipe.worker.vllm_workers import GPUStageWorker
-from sipipe.worker.world import PipelineStandIn
 
 from .emulated_cuda import SteppedQueue
 from .emulated_tensors import Factories

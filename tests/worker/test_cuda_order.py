@@ -22,11 +22,11 @@ from sipipe.ipc.link.receiver import Receiver  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice, DeviceThread  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
-from sipipe.worker.draws import LastRows, SomeDrawnHere  # noqa: E402
+from sipipe.worker.hooks.draws import LastRows, SomeDrawnHere  # noqa: E402
 from sipipe.worker.inputs.buffers import InputBuffers  # noqa: E402
 from sipipe.worker.inputs.placement import Copied  # noqa: E402
 from sipipe.worker.loaded_stage import LoadedStage  # noqa: E402
-from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
+from sipipe.worker.projection.thread import ProjectionThread  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sampled_stage import SampledStage  # noqa: E402
 

@@ -19,7 +19,7 @@ from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import CudaStageDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
-from sipipe.worker.logits import LogitsHandover  # noqa: E402
+from sipipe.worker.projection.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 
 VOCAB, BATCH = 4097, 16

@@ -21,7 +21,7 @@ from sipipe.messages.step import int32_bytes
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker import main as worker_main
-from sipipe.worker.preparation import SiPipePrepares
+from sipipe.worker.hooks.preparation import SiPipePrepares
 
 
 def iteration(number, output=None):

@@ -14,11 +14,11 @@ from vllm.sequence import IntermediateTensors  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes  # noqa: E402
-from sipipe.messages.places import StagePlace  # noqa: E402
+from sipipe.messages.stage_place import StagePlace  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.hooks.vllm_workers import GPUStageWorker  # noqa: E402
 from sipipe.worker.loaded_stage import link_bytes  # noqa: E402
-from sipipe.worker.sharing import Sharing  # noqa: E402
-from sipipe.worker.vllm_workers import GPUStageWorker  # noqa: E402
+from sipipe.worker.projection.share import ProjectionShare  # noqa: E402
 
 TOKENS = 2048
 
@@ -89,7 +89,7 @@ def test_what_a_part_of_the_output_projection_takes_of_a_gpu(device, stage, part
         watched=SimpleNamespace(inflight=INFLIGHT),
     )
     runner = SimpleNamespace(device=torch.device(device), max_num_reqs=16)
-    taken = Sharing(boot, SimpleNamespace(model_runner=runner), HostDevice()).device_bytes()
+    taken = ProjectionShare(boot, SimpleNamespace(model_runner=runner), HostDevice()).device_bytes()
     assert taken == (2 * (columns * (64 + 2 * 16) + INFLIGHT * 16 * 64) if columns else 0)
 
 

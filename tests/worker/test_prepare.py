@@ -18,16 +18,16 @@ pytest.importorskip("vllm", reason="vLLM's own preparation is the oracle")
 from tests.scheduled import new_request  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 
-from sipipe.engine.balance import Balancer  # noqa: E402
-from sipipe.engine.iterations import only_decodes  # noqa: E402
-from sipipe.engine.requests import RequestTracker  # noqa: E402
-from sipipe.worker import preparation  # noqa: E402
+from sipipe.engine.iteration.balance import Balancer  # noqa: E402
+from sipipe.engine.iteration.iterations import only_decodes  # noqa: E402
+from sipipe.engine.iteration.requests import RequestTracker  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.hooks import preparation  # noqa: E402
+from sipipe.worker.hooks.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 from sipipe.worker.inputs import placement  # noqa: E402
 from sipipe.worker.inputs.buffers import PackedInputBuffers  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.inputs.prepare import InputPreparer  # noqa: E402
-from sipipe.worker.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 
 from .vllm_preparation import BLOCK_SIZES, MAX_LEN, PreparingRunner  # noqa: E402
 

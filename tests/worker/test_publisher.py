@@ -18,7 +18,7 @@ from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.replies import IterationReport  # noqa: E402
 from sipipe.worker.device import HostDevice, Launched  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
-from sipipe.worker.logits import LogitsHandover  # noqa: E402
+from sipipe.worker.projection.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 
 VOCAB, BATCH, ENTRIES = 37, 5, 4

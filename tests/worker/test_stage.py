@@ -30,8 +30,8 @@ from sipipe.ipc.link.sender import Sender
 from sipipe.messages.header import Header, Kind
 from sipipe.worker import sampled_stage
 from sipipe.worker.double_buffer import StageStoppedError, Turns
+from sipipe.worker.hooks.preparation import SiPipePrepares
 from sipipe.worker.inputs.prepare import InputPreparer
-from sipipe.worker.preparation import SiPipePrepares
 
 WHERE = {
     "prepare": (InputPreparer, "_write_layout"),  # half of a set is written

@@ -10,8 +10,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.utils import cpu_resource_utils
 
 from sipipe.ipc import memory
-from sipipe.worker import vllm_workers
-from sipipe.worker.vllm_workers import _UntouchedZeros
+from sipipe.worker.hooks import vllm_workers
+from sipipe.worker.hooks.vllm_workers import _UntouchedZeros
 
 SIZE = 256 << 20
 

@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
-from sipipe.worker import vllm_workers
+from sipipe.worker.hooks import vllm_workers
 
 MOST = 2048
 

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.states import RequestState
 
 from sipipe.worker.cpu_kernels.launch import install
-from sipipe.worker.preparation import TokenFeedback
+from sipipe.worker.hooks.preparation import TokenFeedback
 
 BLOCK_SIZES = (4, 8)
 MAX_LEN = 64

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from sipipe import halves
+from sipipe import cpu_features
 from sipipe._version import __version__
 from sipipe.cli.advice import best_degrees, gpus_here, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
@@ -97,8 +97,8 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
         except OSError:
             missing = "libnuma.so.1 is missing: apt install libnuma1, or dnf install numactl-libs"
             yield Finding("libnuma", "error", missing)
-        if halves.slow():
-            yield Finding("dtypes", "warning", halves.HINT)
+        if cpu_features.slow():
+            yield Finding("dtypes", "warning", cpu_features.HINT)
         given = os.environ.get("LD_PRELOAD", "")
         lacks = [f"{name} ({how})" for name, how in PRELOADS.items() if name not in given]
         text = f"LD_PRELOAD has no {' and no '.join(lacks)}, which vLLM advises" if lacks else given

@@ -14,7 +14,7 @@ from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
-    from sipipe.engine.generate import Completion, Event
+    from sipipe.engine.start.generate import Completion, Event
 
 EPILOG = """\
 Every engine option of vLLM is taken as well (--dtype, --max-model-len, …).
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     require_vllm()
-    from sipipe.engine.generate import generate
+    from sipipe.engine.start.generate import generate
 
     given = {name: value for name in SAMPLING if (value := getattr(own, name)) is not None}
     good = generate(

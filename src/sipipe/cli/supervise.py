@@ -27,7 +27,7 @@ from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import in_group, kill_group
 from sipipe.ipc.sockets import own_sockets, take_reason
 
-SERVER: Sequence[str] = ("-m", "sipipe.engine.server")
+SERVER: Sequence[str] = ("-m", "sipipe.engine.start.server")
 GRACE = 8.0
 """Seconds that a server has to end in, beside those that its requests have."""
 TRACKERS = 2.0
@@ -40,7 +40,7 @@ ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> int:
-    """Run :mod:`sipipe.engine.server` with these arguments until it ends; its exit status.
+    """Run :mod:`sipipe.engine.start.server` with these arguments until it ends; its exit status.
 
     ``restart``: start it again when it ends unasked, unless its configuration was wrong. One that has
     passed all checks is not: what it names may be away for a while, as a host or a network is.

@@ -6,7 +6,7 @@ future that EngineCore holds is resolved when the tokens are in on BIC-O. Contro
 (``collective_rpc``) travel on BIC-I too, and workers answer them through their pipes.
 
 Iteration i + m is published with its tokens when iteration i has left, m being the number of
-microbatches in flight (:meth:`sipipe.engine.iterations.Iterations.begin`). So the logits of an
+microbatches in flight (:meth:`sipipe.engine.iteration.iterations.Iterations.begin`). So the logits of an
 iteration stay readable until all of its tokens are in, also for a restarted sampler.
 """
 
@@ -28,7 +28,8 @@ from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from sipipe.cores import claim
-from sipipe.engine.setup import decide
+from sipipe.engine.setup.decide import decide
+from sipipe.engine.setup.describe import describe_setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.sockets import leave_reason
 from sipipe.versions import require_vllm
@@ -68,27 +69,27 @@ class Executor(VllmExecutor):
     @classmethod
     def supports_async_scheduling(cls) -> bool:
         """False: vLLM's would change its workers too. SiPipe schedules ahead by itself
-        (:func:`sipipe.engine.compatibility.schedules_ahead`)."""
+        (:func:`sipipe.engine.setup.compatibility.schedules_ahead`)."""
         return False
 
     @_one_cause()
     def _init_executor(self) -> None:
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
+        from sipipe.engine.hosts.remote import meet
         from sipipe.engine.pipeline import Pipeline
-        from sipipe.engine.remote import meet
 
         require_vllm()
         self._placement: object = None
         if self.parallel_config.placement_group is not None:
-            from sipipe.engine.ray_placement import place
+            from sipipe.engine.hosts.ray_placement import place
 
             self._placement = placement = place(self.vllm_config)
             placement.start(self.vllm_config)
         self._setup = decide(self.vllm_config)
         self._setup.apply()
         told = self._setup.vllm_config.announced  # by a command of ours, of replica 0
-        for line in self._setup.describe():
+        for line in describe_setup(self._setup):
             if not told or self.parallel_config.data_parallel_index:
                 logger.info("%s", line)
         self._cores = claim(self._setup.cores)

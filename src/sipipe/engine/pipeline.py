@@ -2,9 +2,9 @@
 
 Who runs here
     vLLM's engine thread: everything that is called from :class:`sipipe.engine.executor.Executor`.
-    The events thread (:mod:`sipipe.engine.children`): messages and deaths of children, the stall
-    bound; for each other host a thread that does the same (:mod:`sipipe.engine.remote`). The
-    gather thread (:mod:`sipipe.engine.resolve`).
+    The events thread (:mod:`sipipe.engine.children.children`): messages and deaths of children, the stall
+    bound; for each other host a thread that does the same (:mod:`sipipe.engine.hosts.remote`). The
+    gather thread (:mod:`sipipe.engine.iteration.resolve`).
 Guarantees
     Every future handed out is resolved: with its result or with the failure that stopped the
     engine. A dead worker or a lost host stops the engine at once; a dead sampler is replaced.
@@ -16,26 +16,26 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from sipipe.engine.balance import Balancer
-from sipipe.engine.bus import Bus, Host
-from sipipe.engine.dispatch import Dispatcher
-from sipipe.engine.host import LocalHost
-from sipipe.engine.iterations import Iterations
-from sipipe.engine.opening import Opening, Running
-from sipipe.engine.remote import RemoteHost
-from sipipe.engine.requests import RequestTracker
-from sipipe.engine.resolve import Resolver
-from sipipe.engine.rpc import Calls
-from sipipe.engine.samplers import Poison
-from sipipe.engine.scheduling.observed_scheduler import observed
-from sipipe.engine.setup import Setup
-from sipipe.engine.stall import StallClock, StallWatch
-from sipipe.engine.telemetry import Telemetry
+from sipipe.engine.children.events import Poison
+from sipipe.engine.hosts.local import LocalHost
+from sipipe.engine.hosts.remote import RemoteHost
+from sipipe.engine.iteration.balance import Balancer
+from sipipe.engine.iteration.bus import Bus, Host
+from sipipe.engine.iteration.calls import Calls
+from sipipe.engine.iteration.dispatch import Dispatcher
+from sipipe.engine.iteration.iterations import Iterations
+from sipipe.engine.iteration.observed_scheduler import observed
+from sipipe.engine.iteration.requests import RequestTracker
+from sipipe.engine.iteration.resolve import Resolver
+from sipipe.engine.iteration.stall import StallClock, StallWatch
+from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.engine.pipeline_opener import PipelineOpener, Running
+from sipipe.engine.setup.record import Setup
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.hosts import WaitLoaded
 from sipipe.messages.params import derive_seed
-from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, KVReport, Replacing, Reply, Status, Trying
+from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
 
@@ -101,7 +101,9 @@ class Pipeline:
         """Make the channels between the processes; iterations can be published from now on. Raises
         StallError: not within the start timeout."""
         addresses = {remote.here[0]: remote.address for remote in self._remotes}
-        running = Opening(self._setup, self._samplers, self.calls, self._last, addresses).open()
+        running = PipelineOpener(
+            self._setup, self._samplers, self.calls, self._last, addresses
+        ).open()
         self._tracker.draws = running.draws
         shared = (self.iterations, self._tracker, self._gather, self.telemetry)
         self.dispatcher = Dispatcher(self._bus, *shared, empty=bool(self._setup.kv_movers))

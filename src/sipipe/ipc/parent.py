@@ -33,8 +33,8 @@ from typing import Any
 import psutil
 
 from sipipe.linux import pidfd_open
-from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import ASK_STATUS, Status
+from sipipe.messages.start_records import GRACE_SECONDS
 
 
 class Parent:

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sipipe.messages.boots import ProjectionOffer, StageDescription
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
+from sipipe.messages.start_records import ProjectionOffer, StageDescription
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from sipipe.errors import ConfigError
-from sipipe.messages.boots import Watched
+from sipipe.messages.start_records import Watched
 from sipipe.observe.format import CPU, DROPPED, OLDER, PACK, SUFFIX, Header, encode_header
 from sipipe.observe.live import LivePage, LiveWriter
 from sipipe.observe.phases import Role
@@ -120,7 +120,7 @@ class Recorder:
         number = next(self._numbers)
         if number == 0:
             # Not earlier: the engine's recorder is made before its workers, which are not forked
-            # from a process that has other threads (`sipipe.engine.forking.may_fork`), and its
+            # from a process that has other threads (`sipipe.engine.children.forking.may_fork`), and its
             # first record is of an iteration, or of the time before the first request.
             self._cpu = (time.monotonic_ns(), time.process_time_ns())
             self._spiller.start()

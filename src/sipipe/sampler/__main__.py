@@ -9,7 +9,7 @@ import sys
 import threading
 
 from sipipe.ipc.parent import Parent
-from sipipe.messages.boots import SPARE
+from sipipe.messages.start_records import SPARE
 
 LOW = 19
 """Priority ("nice") with which a spare imports and compiles: its seconds come out of the first

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.jit import compiling
-from sipipe.messages.boots import NGramSettings, SuffixSettings
+from sipipe.messages.start_records import NGramSettings, SuffixSettings
 from sipipe.sampler.kernels.ngrams import MEMORY, Histories, follow, index_all, propose_all
 from sipipe.sampler.kernels.tables import grown
 

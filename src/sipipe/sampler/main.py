@@ -35,9 +35,9 @@ from sipipe.ipc.gather import GatherSender
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, ReceivedLogits
-from sipipe.messages.boots import SPARE, SamplerBoot, sampler_name
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import Ready, Trying, Warm
+from sipipe.messages.start_records import SPARE, SamplerBoot, sampler_name
 from sipipe.messages.step import (
     Added,
     Grammar,

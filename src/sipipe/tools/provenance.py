@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sipipe import halves
+from sipipe import cpu_features
 
 
 def machine() -> dict[str, Any]:
@@ -21,7 +21,7 @@ def machine() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
         model = next(named, model)
-    if halves.slow():
+    if cpu_features.slow():
         model += " without AVX-512"
     found = {
         "cpu": model,

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sipipe.errors import SiPipeError, StallError
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from sipipe.messages.header import Header
     from sipipe.worker.inputs.model_input import ModelInput
-    from sipipe.worker.sampled_stage import SampledStage
 
 
 class StageStoppedError(SiPipeError):
@@ -90,13 +89,23 @@ class Turns:
         self.finished += 1
 
 
+class Stage(Protocol):
+    """What two threads run."""
+
+    def prepare(self, header: Header, buffer_set: int, output: SchedulerOutput) -> ModelInput:
+        """The preparing thread's part of an iteration: into a set that nothing reads."""
+
+    def run(self, inputs: ModelInput) -> None:
+        """The device thread's part of it."""
+
+
 class DoubleBuffer:
     """Runs the steps of ``stage`` in two threads, with ``sets`` of input buffers (1: in turn).
     ``stall_timeout``: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
     ``interrupt``: ends a ``run`` that waits for another process; called once."""
 
     def __init__(
-        self, stage: SampledStage, *, sets: int, stall_timeout: float, interrupt: Callable[[], None]
+        self, stage: Stage, *, sets: int, stall_timeout: float, interrupt: Callable[[], None]
     ) -> None:
         self._stage = stage
         self._stall_timeout = stall_timeout

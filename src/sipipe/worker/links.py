@@ -21,7 +21,7 @@ from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.messages.link import LinkEndpoint
-from sipipe.messages.places import StagePlace
+from sipipe.messages.stage_place import StagePlace
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,18 +21,18 @@ from sipipe.cores import bind_threads, run_soon
 from sipipe.ipc.link.cuda_device import reaches_others
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
 from sipipe.messages import calls
-from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
+from sipipe.messages.start_records import StageDescription, WorkerBoot
 from sipipe.worker.device import Device, HostDevice
-from sipipe.worker.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
+from sipipe.worker.hooks.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links, NoEnd
-from sipipe.worker.logits import LogitsHandover, StageLogits
 from sipipe.worker.measure import measure_stage
+from sipipe.worker.projection.logits import LogitsHandover, StageLogits
+from sipipe.worker.projection.share import ProjectionShare
 from sipipe.worker.sampled_stage import ClosedStage, SampledStage, Surroundings
-from sipipe.worker.sharing import Sharing
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
@@ -59,7 +59,7 @@ class LoadedStage:
         self.running: SampledStage | ClosedStage = ClosedStage()
         boot, worker, runner = around.boot, around.worker, around.runner
         self._device: Device
-        self.sharing: Sharing
+        self.sharing: ProjectionShare
         self._device, self.sharing = worker.parts(boot)
         if not isinstance(self._device, HostDevice):
             # Before graphs are captured, which know the addresses.
@@ -180,7 +180,7 @@ class LoadedStage:
         elif around.runner.is_last_pp_rank and boot.sampler_kernels:
             self._draws = WholeBatch(**told)
         elif around.runner.is_last_pp_rank:
-            from sipipe.worker.torch_rows import TorchRows
+            from sipipe.worker.hooks.torch_rows import TorchRows
 
             self._draws = TorchRows(around.runner, slots=boot.watched.inflight, **told)
         if self._logits is not None:

@@ -41,13 +41,13 @@ from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.parent import Parent, end_with_parent_thread
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
-from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import Ready, Reply
+from sipipe.messages.start_records import WorkerBoot
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
-from sipipe.worker.world import cut_model, keep_caches_apart
+from sipipe.worker.hooks.world import cut_model, keep_caches_apart
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer

@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from sipipe.messages.measured import MIXES, Measured
 from sipipe.messages.params import is_plain
 from sipipe.worker.device import Device, seconds
-from sipipe.worker.device_sampler import DeviceSampler
-from sipipe.worker.logits import LogitsHandover, StageLogits
+from sipipe.worker.hooks.device_sampler import DeviceSampler
+from sipipe.worker.projection.logits import LogitsHandover, StageLogits
 
 _PROMPT = 64
 """Tokens, where the model takes so many."""

@@ -17,7 +17,8 @@ from contextlib import ExitStack
 from sipipe.messages.replies import IterationReport
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device, DeviceThread, Launched
-from sipipe.worker.logits import LogitsHandover, Record
+from sipipe.worker.projection.logits import LogitsHandover
+from sipipe.worker.projection.projection import Record
 
 
 class Publisher(DeviceThread):

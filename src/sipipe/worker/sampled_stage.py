@@ -1,8 +1,8 @@
 """A stage on vLLM's second runner, for CPUs and GPUs; what it is made with; one that is not open yet.
 
 What SiPipe has is around the runner's forward pass: inputs are prepared ahead by a thread of their
-own (:mod:`sipipe.worker.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go
-on links, the last stage's logits go to the samplers or to vLLM's own (:mod:`sipipe.worker.draws`),
+own (:mod:`sipipe.worker.hooks.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go
+on links, the last stage's logits go to the samplers or to vLLM's own (:mod:`sipipe.worker.hooks.draws`),
 and results are handed on when the device has them (:mod:`sipipe.worker.publisher`).
 
 Who runs here: the preparing thread in :meth:`SampledStage.prepare`; the device thread in
@@ -22,21 +22,22 @@ from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.errors import DamagedError, UnsupportedError
-from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.header import Header, Kind
 from sipipe.messages.replies import IterationReport, KVReport
+from sipipe.messages.start_records import WorkerBoot
 from sipipe.messages.step import int32_view
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import Device, Launched
 from sipipe.worker.double_buffer import DoubleBuffer
-from sipipe.worker.draws import NothingDrawn
+from sipipe.worker.hooks.draws import NothingDrawn
+from sipipe.worker.hooks.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
 from sipipe.worker.inputs.kernels import Int32
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.late import Late
+from sipipe.worker.late_input import LateInput
 from sipipe.worker.links import Links
-from sipipe.worker.logits import LogitsHandover, Projection
-from sipipe.worker.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
+from sipipe.worker.projection.logits import LogitsHandover
+from sipipe.worker.projection.projection import Projection
 from sipipe.worker.publisher import Publisher
 
 Report = Callable[[IterationReport | KVReport], None]
@@ -145,7 +146,7 @@ class SampledStage(ClosedStage):
         told: dict[str, Any] = {"report": around.report, "record": around.record}
         told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
         self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
-        self._late = Late("tokens", None)
+        self._late = LateInput("tokens", None)
         self._preparation = VllmPrepares(self._tokens)
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):

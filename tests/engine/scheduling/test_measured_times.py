@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sipipe.engine.iterations import Iteration
+from sipipe.engine.iteration.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.scheduling.times import COLD, Load
 from sipipe.observe.live import LivePage, PageHeader

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from sipipe.engine.iterations import Iterations
-from sipipe.engine.scheduling.observed_scheduler import ObservedScheduler, observed
+from sipipe.engine.iteration.iterations import Iterations
+from sipipe.engine.iteration.observed_scheduler import ObservedScheduler, observed
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.observe.live import Word
 

@@ -35,8 +35,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sipipe.config import MicrobatchSettings
-from sipipe.engine.iterations import Iterations
-from sipipe.engine.scheduling.observed_scheduler import observed
+from sipipe.engine.iteration.iterations import Iterations
+from sipipe.engine.iteration.observed_scheduler import observed
 from sipipe.engine.scheduling.scheduler import AsyncPipelineScheduler, PipelineScheduler
 
 BLOCK = 16
@@ -280,7 +280,7 @@ def test_requests_that_stop_early_leave_nothing_behind(ours, configs, reset):
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_aborts_leave_nothing_behind(ours, configs, stages):
     if stages == 1 and ours is AsyncPipelineScheduler:
-        pytest.skip("nothing is ahead of one microbatch (sipipe.engine.compatibility)")
+        pytest.skip("nothing is ahead of one microbatch (sipipe.engine.setup.compatibility)")
     engine, _ = _random_run(ours, configs(stages), 7, blocks=100)
     assert not engine.scheduler.requests
     assert not engine.scheduler.running

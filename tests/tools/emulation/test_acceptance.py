@@ -9,7 +9,7 @@ import torch
 from benchmarks.emulation.profile import Curve, Profile
 from benchmarks.emulation.worker import EmulatedDevice
 
-from sipipe.messages.boots import NGramSettings
+from sipipe.messages.start_records import NGramSettings
 from sipipe.sampler.drafts import NGrams
 
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from vllm.config import VllmConfig
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.compatibility import device_may_draw
 from sipipe.engine.layers.choose import choose_layers, device_kind, model_facts
 from sipipe.engine.layers.cut import (
     WORTH_SHARING,
@@ -16,6 +15,7 @@ from sipipe.engine.layers.cut import (
     projection_times,
     share_projection,
 )
+from sipipe.engine.setup.compatibility import device_may_draw
 
 _BLOCK = 64
 """Columns that stay together: vLLM pads its vocabulary to as many, and kernels work on fewer."""

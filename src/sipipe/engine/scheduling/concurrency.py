@@ -29,7 +29,7 @@ from functools import partial
 from operator import sub
 from typing import NamedTuple
 
-from sipipe.engine.iterations import Iteration
+from sipipe.engine.iteration.iterations import Iteration
 from sipipe.engine.scheduling.times import (
     ENOUGH,
     OUTLIER,

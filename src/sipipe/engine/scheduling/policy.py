@@ -2,7 +2,7 @@
 
 A pipeline of p stages works on m microbatches at a time, and the engine forms them in turn: visit
 i belongs to slot ``i % m``. The batch of visit i - m has come back when that of visit i is published
-(:meth:`sipipe.engine.iterations.Iterations.begin`); a slot's own sequences are therefore never in flight
+(:meth:`sipipe.engine.iteration.iterations.Iterations.begin`); a slot's own sequences are therefore never in flight
 when its turn comes, though it may be planned before. The rules, per visit:
 
 *join*   A sequence joins the slot whose microbatch computed the last of its prompt, unless that

@@ -24,7 +24,7 @@ only the evenness suffers. Runs in the EngineCore process, on its main thread on
 :class:`AsyncPipelineScheduler` is one call ahead of that: the queue is one longer, and call i is made
 while the batch of call i - m may be out. vLLM's :class:`AsyncScheduler` counts the token that is still to
 come. Nobody waits for this scheduler then, but for the tokens alone
-(:meth:`sipipe.engine.iterations.Iterations.begin`).
+(:meth:`sipipe.engine.iteration.iterations.Iterations.begin`).
 """
 
 import itertools

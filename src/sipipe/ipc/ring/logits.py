@@ -6,7 +6,7 @@ Guarantees
     An iteration's logits are a contiguous array ``[batch, V]``, each rank writing its part of V.
 Relies on
     The engine, which gives iterations in flight rows that do not overlap, and tells all ranks the
-    same (:mod:`sipipe.engine.logits_room`). An entry of the ring is a header: where the rows are.
+    same (:mod:`sipipe.engine.iteration.logits_room`). An entry of the ring is a header: where the rows are.
     The ring (:mod:`sipipe.ipc.ring.ring`) does all synchronization: rank r holds lock r of an
     entry, and a reader takes all of them in one system call, so it sleeps until the last is free.
 """

@@ -13,7 +13,7 @@ from sipipe.tools.planner.workload import Microbatch, Workload
 
 _MICRO, _NANO = 1e-6, 1e-9
 CPU_KV_SHARE = 0.4
-"""That of :mod:`sipipe.engine.kv_memory`, which imports vLLM."""
+"""That of :mod:`sipipe.engine.setup.kv_memory`, which imports vLLM."""
 
 
 def roofline(compute: float, memory: float, sharpness: float) -> float:

@@ -5,7 +5,7 @@ name gets a :class:`Launch`, which hands the arguments on by the parameter names
 vLLM may add parameters, or change their order.
 
 What the second runner's sampler launches is not here: on CPUs SiPipe's samplers draw, or vLLM's
-PyTorch sampler (:mod:`sipipe.worker.torch_rows`).
+PyTorch sampler (:mod:`sipipe.worker.hooks.torch_rows`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""An engine's processes: started, watched, replaced."""

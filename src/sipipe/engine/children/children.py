@@ -1,0 +1,336 @@
+"""The child processes of an engine, workers and samplers alike: started, watched, ended.
+
+Who runs here
+    Whoever starts a child or speaks to it; the events thread, which sleeps on the pipes and the
+    process descriptors of all children at once and calls the handlers.
+Guarantees
+    A death is reported at once, after the child's last words, unless it was asked to end. A child
+    that is stopped amid a message holds nobody up: it is killed. When :meth:`Children.close`
+    returns, all children are gone. A child whose engine is killed ends with its pipe
+    (:class:`sipipe.ipc.parent.Parent`), and a worker that cannot with the engine's main thread. An
+    engine whose front end is killed ends within 10 s, also while it starts.
+Relies on
+    Descriptors are close-on-exec: a child has its own ends only, so the kernel closes the engine's
+    with the engine.
+"""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from sipipe.errors import DamagedError, StallError, WorkerDiedError
+from sipipe.ipc.child import start_child
+from sipipe.ipc.errors import LinkClosedError
+from sipipe.ipc.parent import end_this_process
+from sipipe.linux import pidfd_open
+from sipipe.messages.replies import Ready
+from sipipe.messages.start_records import GRACE_SECONDS
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+PIPE_SECONDS = 10
+"""For which a child may stop amid a message: its thread on the pipe does nothing else."""
+NEIGHBOUR_SECONDS = 1.0
+
+
+class Child:
+    """One process, and the engine's end of its control pipe."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection) -> None:
+        self.name = name
+        self.process = process
+        self.pipe: Connection | None = pipe
+        self.descriptor = pidfd_open(process.pid)
+        """Readable once the process has ended."""
+        self.asked = False
+        """Whether the child was asked to end."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.process.pid})"
+
+    def say(self, message: Any) -> None:
+        """Send a message, or bytes as they are; one that is gone is reported by its death."""
+        data = message if isinstance(message, bytes) else pickle.dumps(message)
+        if (pipe := self.pipe) is not None:
+            # TypeError: another thread has heard of its end meanwhile, and hung up.
+            with suppress(OSError, TypeError), self._bounded():
+                # wait: 10 s (`PIPE_SECONDS`), then the child is killed; the child reads, or dies
+                pipe.send_bytes(data)
+
+    def hear(self) -> Any:
+        """The next message, which has to be there; None when there will be no more."""
+        assert self.pipe is not None
+        with suppress(EOFError, OSError), self._bounded():
+            # wait: 10 s (`PIPE_SECONDS`) for the rest of a message, then the child is killed; the
+            # child, or its death
+            data = self.pipe.recv_bytes()
+            try:
+                return pickle.loads(data)  # from our child, through a pipe of its own
+            except Exception as error:
+                return DamagedError(f"{self} sent what cannot be read here: {error!r}")
+        self.hang_up()
+        return None
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Kill a child that stops amid a message: what follows would be no message."""
+        try:
+            yield
+        except BlockingIOError:
+            logger.warning("%s has stopped amid a message for %g s; killed", self, PIPE_SECONDS)
+            self.process.kill()
+
+    def ask_to_end(self) -> None:
+        """End the conversation: a child that lives ends itself. From any thread."""
+        self.asked = True
+        if self.pipe is not None:
+            # Not closed: the events thread may be asleep on it, and reads the end of it now.
+            with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+
+    def hang_up(self) -> None:
+        pipe, self.pipe = self.pipe, None
+        if pipe is not None:
+            pipe.close()
+
+    def release(self) -> None:
+        """The process has ended."""
+        self.hang_up()
+        os.close(self.descriptor)
+
+
+class Children:
+    """See the module's text. Nothing is watched before :meth:`watch`."""
+
+    def __init__(self) -> None:
+        if (
+            multiprocessing.parent_process() is not None
+            and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        ):
+            # Who started the engine has left it so, and the kernel would keep no exit status.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._changed = threading.Condition()  # wait: held for moments; nobody waits under it
+        self._children: dict[str, Child] = {}
+        self._ready: dict[str, Ready] = {}
+        self._error: BaseException | None = None
+        self._ending = False
+        self._mourning: list[tuple[float, Child, WorkerDiedError | LinkClosedError]] = []
+        """Who said that another has died, and until when that one may say more."""
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread: threading.Thread | None = None
+
+    def watch(
+        self,
+        *,
+        heard: Callable[[Child, Any], None],
+        died: Callable[[Child, str], None],
+        turn: Callable[[], float],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Start the events thread.
+
+        Args:
+            heard: called with each message of a child but :class:`Ready`.
+            died: called with a child that ended unasked, and how.
+            turn: called after all that was heard; returns the seconds to sleep at most.
+            failed: called with what one of the others raised, and nothing is watched any more.
+        """
+        self._heard, self._died, self._turn, self._failed = heard, died, turn, failed
+        self._thread = threading.Thread(target=self._listen, name="SiPipeEvents", daemon=True)
+        self._thread.start()
+
+    def start(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        ends: Sequence[socket.socket | IO[bytes]] = (),
+        environment: Mapping[str, str] | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> Child:
+        """Start ``python -m module`` with its control pipe, ``ends`` and ``arguments``; ``begin``
+        as in :func:`~sipipe.ipc.child.start_child`. A name may be that of a child that has died."""
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        process, control = start_child(
+            ("-m", module),
+            arguments,
+            ends=ends,
+            begin=begin,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        )
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            control.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_SECONDS, 0))
+        child = Child(name, process, Connection(control.detach()))
+        with self._changed:
+            ending = self._ending
+            if not ending:
+                self._children[name] = child
+        if ending:  # close() has not seen it
+            _end([child])
+        else:
+            self._wake()
+        return child
+
+    def rename(self, child: Child, name: str) -> None:
+        """A child has another part now; nobody of the new name lives."""
+        with self._changed:
+            self._children.pop(child.name, None)
+            child.name = name
+            self._children[name] = child
+
+    def wait_ready(self, names: Sequence[str], deadline: float) -> list[Ready]:
+        """Return what they said when all of ``names`` have said that they are ready. Raises
+        BaseException: what :meth:`fail` was called with. StallError: ``deadline``
+        (``time.monotonic()``) passed first."""
+        with self._changed:
+            while late := [n for n in names if n not in self._ready]:
+                if self._error is not None:
+                    raise self._error
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StallError(
+                        f"not ready in time: {', '.join(late)}. Raise "
+                        '"start_timeout" in the sipipe config if the model takes longer to load'
+                    )
+                # wait: `start_timeout`; each child's READY, the first death of any (`fail`)
+                self._changed.wait(left)
+            return [self._ready[name] for name in names]
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits in :meth:`wait_ready` gets ``error``."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def end(self, names: Sequence[str]) -> None:
+        """Ask some children to end; nothing is said of it when they do."""
+        with self._changed:
+            for name in names:
+                if name in self._children:
+                    self._children[name].ask_to_end()
+
+    def expect_end(self) -> None:
+        """From now on no child's end is reported."""
+        self._ending = True
+
+    def close(self) -> None:
+        """End all children: close their pipes, then SIGTERM, then SIGKILL."""
+        self.expect_end()
+        self._wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        with self._changed:
+            children, self._children = list(self._children.values()), {}
+        _end(children)
+        wake, self._wake_write = self._wake_write, -1
+        if wake >= 0:
+            os.close(wake)
+            os.close(self._wake_read)
+
+    def _wake(self) -> None:
+        if self._wake_write >= 0:
+            # wait: none: one byte for each child and close; the events thread, which reads them
+            os.write(self._wake_write, b"x")
+
+    # ---- the events thread ------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        parent = multiprocessing.parent_process()
+        try:
+            while not self._ending:
+                patience = self._turn()
+                if self._mourning:
+                    patience = min(patience, NEIGHBOUR_SECONDS)
+                with self._changed:
+                    children = list(self._children.values())
+                pipes = {child.pipe: child for child in children if child.pipe is not None}
+                processes = {child.descriptor: child for child in children}
+                handles: list[Any] = [*pipes, *processes, self._wake_read]
+                if parent is not None:
+                    handles.append(parent.sentinel)
+                # wait: 5 s, then it looks at all bounds; any child's word, a new one, the parent's end
+                ready = wait(handles, patience)
+                if parent is not None and parent.sentinel in ready:
+                    parent = None
+                    self._end_with_parent()
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 1024)  # wait: none: it is readable
+                for handle in ready:
+                    if handle in pipes:
+                        self._hear(pipes[handle])
+                for handle in ready:
+                    if handle in processes:
+                        self._bury(processes[handle])
+                while self._mourning and self._mourning[0][0] <= time.monotonic():
+                    self._heard(*self._mourning.pop(0)[1:])
+        except Exception as error:
+            if not self._ending:
+                self._failed(error)
+
+    def _end_with_parent(self) -> None:
+        """vLLM's engine process does not watch its front end, and does not end at SIGTERM while it
+        starts or has requests that a shutdown waits for."""
+        logger.error("the process that started this engine is gone; ending it")
+        self.fail(RuntimeError("the process that started this engine is gone"))
+        bound: Any = (GRACE_SECONDS, lambda: self._ending)
+        threading.Thread(target=end_this_process, args=bound, name="SiPipeEnd", daemon=True).start()
+
+    def _hear(self, child: Child) -> None:
+        if isinstance(message := child.hear(), Ready):
+            with self._changed:
+                self._ready[child.name] = message
+                self._changed.notify_all()
+        elif isinstance(message, WorkerDiedError | LinkClosedError):
+            # Of a neighbour, whose own word or end comes now or in a moment, and says more.
+            self._mourning.append((time.monotonic() + NEIGHBOUR_SECONDS, child, message))
+        elif message is not None:
+            self._heard(child, message)
+
+    def _bury(self, child: Child) -> None:
+        with self._changed:
+            if self._ending:
+                return
+            if self._children.get(child.name) is child:
+                del self._children[child.name]
+                self._ready.pop(child.name, None)
+        # Its last words, if it had any, explain more than its exit code.
+        while child.pipe is not None and child.pipe.poll(0):
+            self._hear(child)
+        code = child.process.wait()  # wait: none: its descriptor says that it has ended; its end
+        child.release()
+        if not child.asked and all(child is not one for _, one, _ in self._mourning):
+            self._died(child, f"exit code {code}")
+
+
+def _end(children: Sequence[Child]) -> None:
+    """Ask, then tell, then kill; returns when all are gone."""
+    alive = list(children)
+    for child in alive:
+        child.ask_to_end()
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None and alive:
+            names = ", ".join(child.name for child in alive)
+            logger.warning("%s still running: sending %s", names, number.name)
+            for child in alive:
+                child.process.send_signal(number)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for child in list(alive):
+            with suppress(subprocess.TimeoutExpired):
+                # wait: 10 s (`GRACE_SECONDS`), then SIGTERM, then SIGKILL; the child's end
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+                alive.remove(child)
+                child.release()

@@ -1,0 +1,1 @@
+"""The hosts of an engine: this one and others."""

@@ -1,0 +1,1 @@
+"""The life of one iteration, from the scheduler and back."""

@@ -1,0 +1,162 @@
+"""Iterations out: each scheduling output to workers and samplers, in one message of BIC-I.
+
+Who runs here
+    The engine thread gives iterations and their bitmasks. What waits for tokens is published by the
+    thread that brings them (:mod:`sipipe.engine.iteration.resolve`), or a little later by the engine thread.
+
+Invariant: ``bus.order`` is held from the moment the tracker follows a scheduling output until that
+output is on BIC-I, so that a snapshot never holds a change which is still to come.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from sipipe.engine.iteration.bus import Bus
+from sipipe.engine.iteration.iterations import Iteration, Iterations
+from sipipe.engine.iteration.requests import RequestTracker
+from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.ipc.gather import GatherReceiver
+from sipipe.messages.header import Kind
+from sipipe.messages.pickles import out_of_band
+from sipipe.messages.step import encode, int32_bytes
+from sipipe.observe.live import Word
+from sipipe.observe.phases import Phase
+
+_CARRIED: dict[str, Callable[[list[Any]], Any]] = {
+    "finished_req_ids": lambda sets: set().union(*sets),
+    "preempted_req_ids": lambda sets: set().union(*sets),
+    "free_encoder_mm_hashes": lambda lists: list(chain(*lists)),
+    "new_block_ids_to_zero": lambda lists: list(chain(*lists)) or None,
+    "kv_cache_block_copies": lambda lists: list(chain(*lists)) or None,
+}
+"""What a scheduling output says of workers' state, and how several outputs say it in one."""
+
+
+@dataclass
+class Dispatcher:
+    """Publishes what the scheduler decided."""
+
+    _bus: Bus
+    _iterations: Iterations
+    _tracker: RequestTracker
+    _gather: GatherReceiver
+    _telemetry: Telemetry
+    empty: bool
+    """Scheduling outputs without tokens are iterations too, for KV connectors."""
+    _last: Iteration | None = None
+    _empty: list[SchedulerOutput] = field(default_factory=list)
+    """Scheduling outputs without tokens since the last that was published, but for those that say
+    nothing, as the visit of a closed slot does."""
+
+    def publish(self, output: SchedulerOutput) -> bool:
+        """Have one iteration published, now or when its time has come (:meth:`.Iterations.begin`);
+        False if it has no tokens: what such an output tells workers goes with the next one."""
+        if output.total_num_scheduled_tokens == 0 and not self.empty:
+            if _says_something(output):
+                self._empty.append(output)
+            self._last = None
+            return False
+        if self._empty:
+            _carry(self._empty, output)
+            self._empty = []
+        self._last = self._iterations.enter(output)
+        self.go_on()
+        return True
+
+    def go_on(self, wait: bool = True) -> None:
+        """Publish iterations whose time has come. The engine thread does when it has entered one, and
+        when it takes a result in. Before, who brings tokens does, without ``wait``: it has more to
+        bring, and leaves to the engine thread what could wait for readers, or for ``bus.order``."""
+        follow = self._tracker.advance
+        # wait: with `wait` as the bus has it; who publishes
+        while self._bus.order.acquire(blocking=wait):
+            try:
+                while (iteration := self._iterations.begin(follow, short=not wait)) is not None:
+                    self._send(iteration)
+                if not wait or (planned := self._iterations.plan()) is None:
+                    return
+                number, iteration = planned
+                parts = [b"", *out_of_band(iteration.output)]
+                self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot or 0)
+            finally:
+                self._bus.order.release()
+            # Once more: whoever brought its tokens meanwhile has found the order taken, and left.
+
+    def settle(self) -> None:
+        """Publish all that has been scheduled. Engine thread."""
+        while self._iterations.wait_for_first():
+            self.go_on()
+
+    def _send(self, iteration: Iteration) -> None:
+        work = iteration.work
+        if work.samplers:
+            self._gather.expect(iteration.number, work.samplers)
+        began = iteration.published = time.monotonic_ns()
+        if iteration.planned:
+            tokens = iteration.output.scheduled_cached_reqs.new_token_ids
+            parts = [int32_bytes(list(chain.from_iterable(tokens)))]
+        else:
+            parts = out_of_band(iteration.output)
+        self._bus.publish(
+            Kind.SCHEDULE,
+            iteration.number,
+            [encode(work.step), *parts],
+            slot=iteration.slot or 0,
+            logits=(iteration.logits_row, len(work.sampled)),
+        )
+        iteration.published = time.monotonic_ns()
+        if iteration.scheduled is not None:
+            self._telemetry.record(Phase.SCHEDULE, iteration, *iteration.scheduled)
+        self._telemetry.record(Phase.DISPATCH, iteration, began, iteration.published)
+        self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
+        if iteration.asked:
+            self._send_grammar(iteration)
+
+    def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """The future of the iteration given last; tells who draws its bitmask first."""
+        iteration = self._last
+        assert iteration is not None, "sample_tokens without execute_model"
+        with self._bus.order:
+            iteration.asked, iteration.bitmask = True, output
+            if iteration.number >= 0:
+                self._send_grammar(iteration)
+            elif output is not None:  # sent behind the iteration; vLLM uses the array again
+                iteration.bitmask = replace(output, grammar_bitmask=output.grammar_bitmask.copy())
+        self._telemetry.poll()
+        return iteration.future
+
+    def _send_grammar(self, iteration: Iteration) -> None:
+        work = iteration.work
+        if not work.step.grammar:
+            return
+        if work.samplers:
+            iteration.grammar = self._tracker.grammar(iteration.number, iteration.bitmask)
+            parts = [encode(iteration.grammar)]
+        else:  # vLLM's sampler draws, on the last stage
+            parts = [b"", *out_of_band(iteration.bitmask)]
+        self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=iteration.slot or 0)
+
+
+def _says_something(output: SchedulerOutput) -> bool:
+    aux = output.aux_output_connector_metadata
+    news = {} if aux is None else {**vars(aux), "generation": None, "requests": None}
+    return any(getattr(output, name, None) for name in _CARRIED) or any(news.values())
+
+
+def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
+    """Put what ``earlier`` outputs without tokens say of workers' state into ``output``."""
+    for name, join in _CARRIED.items():
+        values = [getattr(one, name, None) for one in (*earlier, output)]
+        if (said := [value for value in values if value]) or hasattr(output, name):
+            setattr(output, name, join(said))
+    # Of routed experts vLLM tells each change once, and each is a step of its own.
+    told = [one.aux_output_connector_metadata for one in earlier]
+    if told := [one for one in told if one is not None]:
+        output.earlier_aux_metadata = told

@@ -1,0 +1,171 @@
+"""What SiPipe adds to any scheduler, its own, vLLM's or a user's: a record of each iteration, the
+phases for the trace, the failure of single requests, their order of arrival; for its own also the
+stage times by which it decides how many microbatches to form."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm import outputs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from sipipe.engine.iteration.iterations import Iterations
+from sipipe.engine.iteration.requests import RequestTracker
+from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.engine.scheduling.concurrency import MeasuredTimes
+from sipipe.engine.scheduling.scheduler import PipelineScheduler
+from sipipe.engine.scheduling.speculation import speculation
+from sipipe.observe.live import Word
+from sipipe.observe.phases import Phase
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class ObservedScheduler:
+    """Mixin; use :func:`observed`. Runs on the engine's thread only."""
+
+    iterations: Iterations
+    telemetry: Telemetry
+    tracker: RequestTracker
+    go_on: Callable[[], None]
+    """Publishes what waits for the result that is taken in."""
+    rows: int
+    """Of logits, of all microbatches in flight, where there are drafts; 0: there are none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._times: MeasuredTimes | None = None
+        self._tokenless: set[str] = set()
+        """Requests that have been scheduled and have no token yet."""
+        self._idle_from = time.monotonic_ns()
+        self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
+        self._busy = False
+        if isinstance(self, PipelineScheduler):
+            self.use_pp = False  # the tracker knows the tokens that stages are to be told
+            self._times = self.telemetry.measured_times(self.controller, self.ahead)
+        controller = self._times.controller if self._times is not None else None
+        self._speculation = speculation(self, controller)
+
+    def add_request(self, request: Request) -> None:
+        self.tracker.arrived(request.request_id)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        began = time.monotonic_ns()
+        self._show(began)
+        self._speculation.fit()
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if output.total_num_scheduled_tokens:
+            slot, turn = (
+                (self.slot, self.turn) if isinstance(self, PipelineScheduler) else (None, 0)
+            )
+            iteration = self.iterations.scheduled(output, slot, turn, began, time.monotonic_ns())
+            if self._times is not None and isinstance(self, PipelineScheduler):
+                iteration.load = self.load
+                self._times.expect(iteration)
+            for new in output.scheduled_new_reqs:  # a preempted one is new once more
+                if new.sampling_params and not self.requests[new.req_id].num_output_tokens:  # type: ignore[attr-defined]
+                    self._tokenless.add(new.req_id)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        self.go_on()
+        iteration = self.iterations.finish(scheduler_output)
+        errors = iteration.errors if iteration is not None else {}
+        if errors:
+            # vLLM's own way to finish requests with an error from within an update.
+            # One that is scheduled once more already may have failed before.
+            here = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
+            for request_id, reason in here.items():
+                logger.error("request %s fails: %s", request_id, reason)
+            self.grammar_compile_error_reqs.update(_failed(here))  # type: ignore[attr-defined]
+            self._clear_blocks()
+        began = time.monotonic_ns()
+        if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
+            self._time_first_tokens(model_runner_output)
+        result = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        if iteration is not None:
+            self._speculation.take(iteration)
+        for client in result.values() if errors else ():
+            for output in client.outputs:
+                if output.finish_reason == FinishReason.ERROR and output.request_id in errors:
+                    output.stop_reason = errors[output.request_id]
+                    output.num_nans_in_logits = int("NaN" in errors[output.request_id])
+        ended = time.monotonic_ns()
+        if iteration is not None:
+            self.telemetry.record(Phase.UPDATE, iteration, began, ended)
+        self._show(ended)
+        return result
+
+    def _clear_blocks(self) -> None:
+        """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in
+        those of a request that failed, and 0, by which vLLM's attention on CPUs multiplies what is
+        masked, leaves NaN. Only after a failure: it costs the memory's bandwidth."""
+        if current_platform.is_cpu():
+            self.needs_kv_cache_zeroing = True
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
+                manager._record_new_block_ids = True
+
+    def _time_first_tokens(self, output: ModelRunnerOutput) -> None:
+        now, live = time.time(), self.telemetry.live
+        for request_id in list(self._tokenless):
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            index = output.req_id_to_index.get(request_id)
+            if request is None:
+                self._tokenless.discard(request_id)
+            elif index is not None and output.sampled_token_ids[index]:
+                self._tokenless.discard(request_id)
+                live.add(Word.FIRST_TOKENS)
+                live.add(Word.TTFT_NS, int((now - request.arrival_time) * 1e9))
+
+    def _show(self, now: int) -> None:
+        """How many requests there are, and since when there are none."""
+        live = self.telemetry.live
+        running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
+        live.set(Word.RUNNING, running)
+        live.set(Word.WAITING, waiting)
+        live.set(Word.INFLIGHT, len(self.iterations))
+        if self._busy == bool(running or waiting):
+            return
+        self._busy = not self._busy
+        if self._busy:
+            self.telemetry.idle(self._idle_from, now)
+            if self._times is not None:
+                self._times.pause()
+        else:
+            self._idle_from = now
+            live.set(Word.IDLE_FROM, now)
+
+
+def _failed(errors: dict[str, str]) -> dict[str, Any]:
+    """Why requests fail, as vLLM 0.33 wants it; 0.32 takes their ids alone."""
+    made = getattr(outputs, "RequestError", None)
+    if made is None:
+        return dict(errors)
+    return {name: made(code="generation_error", message=why) for name, why in errors.items()}
+
+
+def observed(
+    scheduler: type,
+    iterations: Iterations,
+    telemetry: Telemetry,
+    tracker: RequestTracker,
+    go_on: Callable[[], None] = lambda: None,
+    rows: int = 0,
+) -> type:
+    """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
+    own = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
+    own["go_on"] = staticmethod(go_on)
+    if issubclass(scheduler, ObservedScheduler):  # of an engine before, with the same configuration
+        scheduler = scheduler.__bases__[1]
+    bases = ObservedScheduler, scheduler
+    return type(scheduler.__name__, bases, {**own, "__module__": scheduler.__module__})

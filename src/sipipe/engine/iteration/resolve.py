@@ -1,0 +1,170 @@
+"""Results in: tokens from BIC-O and the last stage's reports become the futures' results.
+
+Who runs here
+    The gather thread sleeps on BIC-O; the events thread reports.
+Guarantees
+    The tracker knows an iteration's tokens before its future is resolved, and before anything is
+    published that waits for them: ``go_on`` does that.
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+from sipipe.engine.iteration.iterations import Iteration, Iterations
+from sipipe.engine.iteration.requests import RequestTracker
+from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.ipc.errors import ChannelClosed
+from sipipe.ipc.gather import GatherReceiver
+from sipipe.messages.replies import IterationReport, KVReport
+from sipipe.messages.step import decode_sampled, int32_view
+from sipipe.observe.phases import Phase
+
+
+@dataclass
+class Resolver:
+    """Resolves iterations. ``go_on`` publishes what waited for one; ``fail`` gets what stops it."""
+
+    _iterations: Iterations
+    _tracker: RequestTracker
+    _gather: GatherReceiver
+    _telemetry: Telemetry
+    _go_on: Callable[[], None]
+    _fail: Callable[[BaseException], None]
+    aggregator: KVOutputAggregator | None = None
+    """vLLM's, where there is a KV connector: of two threads, one at a time."""
+
+    def __post_init__(self) -> None:
+        self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
+        """Held while what two threads may do at once is joined, or counted."""
+        self.thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
+        self.thread.start()
+
+    def report(self, report: IterationReport) -> None:
+        """The last stage has run an iteration that waits for its word."""
+        self._resolve(self._iterations.deliver(report.iteration, report=report))
+
+    def moved(self, report: KVReport) -> None:
+        """A worker's KV connector has done its part of an iteration."""
+        self._resolve(self._iterations.deliver(report.iteration, moved=report))
+
+    def close(self) -> None:
+        """Close BIC-O, and wait for the thread on it."""
+        self._gather.close()
+        if self.thread is not threading.current_thread():
+            self.thread.join(5.0)
+
+    def _collect(self) -> None:
+        try:
+            while True:
+                number, answers = self._gather.collect()
+                frames = collections.deque(chain.from_iterable(answers.values()))
+                answers.clear()
+                tokens = []
+                while frames:  # each goes as it is taken in
+                    tokens.append(decode_sampled(frames.popleft()))
+                self._resolve(self._iterations.deliver(number, tokens=tokens))
+        except ChannelClosed:
+            return
+        except Exception as error:
+            self._fail(error)
+
+    def _resolve(self, iteration: Iteration | None) -> None:
+        if iteration is None:
+            return
+        output = build_output(iteration)
+        if iteration.movers:
+            output = self._join(output, iteration)
+        drawn = sum(map(len, output.sampled_token_ids))
+        # A pooling model has no tokens.
+        by_request = zip(output.req_ids, output.sampled_token_ids, strict=False)
+        # What fails has no token; where it is scheduled once more already, some token must be there.
+        fillers = ((request_id, [0]) for request_id in iteration.errors)
+        self._tracker.record(iteration.number, chain(by_request, fillers))
+        self._iterations.leave(iteration)
+        try:
+            self._go_on()
+        except Exception as error:
+            self._fail(error)
+        with self._joining:
+            now = time.monotonic_ns()
+            self._telemetry.record(Phase.GATHER, iteration, iteration.published, now, tokens=drawn)
+        with suppress(InvalidStateError):
+            iteration.future.set_result(output)
+
+    def _join(self, output: ModelRunnerOutput, iteration: Iteration) -> ModelRunnerOutput:
+        """``output`` with what all workers' KV connectors say."""
+        assert self.aggregator is not None, "vLLM makes it before the first iteration"
+        said = [iteration.moved[rank] for rank in range(iteration.movers)]
+        others = [ModelRunnerOutput.with_kv_conn_output_only(one) for one in said[:-1]]
+        output.kv_connector_output = said[-1]
+        with self._joining:
+            joined = self.aggregator.aggregate([*others, output], output_rank=len(others))
+        assert joined is not None
+        return joined
+
+
+class SampledLogprobs:
+    """Log-probabilities by request, each as wide as it was asked for. Stands in for vLLM's
+    ``LogprobsLists`` of a whole batch, of which the scheduler uses ``slice_request`` only; nothing
+    is padded to the widest request."""
+
+    def __init__(self, rows: dict[int, list[LogprobsLists]]) -> None:
+        self._rows = rows
+
+    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists | None:
+        """Those of one request; None while it is in the middle of its prompt."""
+        rows = self._rows[req_idx][:num_positions] if num_positions else []
+        if len(rows) < 2:
+            return rows[0] if rows else None
+        ids, values, ranks, _ = zip(*rows, strict=True)
+        return LogprobsLists(*map(np.concatenate, (ids, values, ranks)), None)
+
+
+def build_output(iteration: Iteration) -> ModelRunnerOutput:
+    """The output of a complete iteration, and with it what fails: ``iteration.errors``. A request
+    whose logits have no distribution, or which no sampler can draw for, gets no token."""
+    work, report = iteration.work, iteration.report
+    if report is not None and report.output is not None:
+        return report.output
+    index = {request_id: i for i, request_id in enumerate(work.request_ids)}
+    tokens: list[list[int]] = [[] for _ in work.request_ids]
+    logprobs: dict[int, list[LogprobsLists]] = {}
+    for part in iteration.tokens or ():
+        rows = int32_view(part.rows).tolist()
+        for row, token in zip(rows, int32_view(part.tokens).tolist(), strict=True):
+            if token >= 0:
+                tokens[index[work.sampled[row]]].append(token)
+        for lp in part.logprobs:
+            token_ids, values = int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4")
+            found = LogprobsLists(token_ids[None, :], values[None, :], np.asarray([lp.rank]), None)
+            logprobs.setdefault(index[work.sampled[lp.row]], []).append(found)
+        for row, reason in part.errors:
+            iteration.errors[work.sampled[row]] = reason
+        for row, drafts in part.drafts:
+            iteration.drafts[work.sampled[row]] = int32_view(drafts).tolist()
+    for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
+        tokens[index[request_id]].append(token)
+
+    def told(scores: Any) -> dict[str, Any]:
+        """By request; the scheduler takes none of one that fails."""
+        return {of: value for of, value in dict(scores).items() if of not in iteration.errors}
+
+    return ModelRunnerOutput(
+        req_ids=work.request_ids,
+        req_id_to_index=index,
+        sampled_token_ids=tokens,
+        logprobs=SampledLogprobs(logprobs) if logprobs else None,
+        prompt_logprobs_dict=told(report.prompt_logprobs if report else ()),
+        prompt_token_id_logprobs_dict=told(report.prompt_scores if report else ()),
+    )

@@ -1,0 +1,126 @@
+"""The bound on what the engine waits for: what makes no progress stops it, and says where.
+
+Runs on the events thread only. An iteration has the bound itself; while a sampler is
+replaced, the clock stands still. Any other call of the workers may take as long as they live and
+answer. While something is late, the workers are asked again and again: as long as one does not
+answer, the engine is stalled, and ``/health`` says so.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sipipe.engine.iteration.calls import Calls
+from sipipe.engine.iteration.iterations import Iterations
+from sipipe.errors import StallError
+from sipipe.messages.replies import Status
+
+ANSWER_SECONDS = 2.0
+LATE_SECONDS = 10.0
+"""After which the workers are asked for the first time."""
+LONGEST_SLEEP = 5.0
+
+
+class StallClock:
+    """Monotonic seconds, less those in which it stood still, and all but some of those in which
+    nobody looked: this process stood. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
+        self._stood = 0.0
+        self._still: dict[str, float] = {}
+        """Who has stopped it, and until when at the latest."""
+        self._looked = time.monotonic()
+
+    def now(self) -> float:
+        """The time on this clock."""
+        with self._lock:
+            return self._look() - self._stood
+
+    def stop(self, name: str, seconds: float) -> None:
+        """It stands still until ``name`` lets it go on, or for ``seconds`` since it first said so."""
+        with self._lock:
+            now = self._look()
+            self._still.setdefault(name, now + seconds)
+
+    def go_on(self, name: str) -> None:
+        with self._lock:
+            self._look()
+            self._still.pop(name, None)
+
+    def _look(self) -> float:
+        """Count what has passed since the last look; returns the monotonic time."""
+        before, self._looked = self._looked, time.monotonic()
+        until = max(self._still.values(), default=before)
+        paused = self._looked - before - 2 * LONGEST_SLEEP
+        self._stood += max(0.0, min(until, self._looked) - before, paused)
+        self._still = {name: end for name, end in self._still.items() if end > self._looked}
+        return self._looked
+
+
+@dataclass
+class StallWatch:
+    """Looks at the oldest iteration and call; ``timeout`` seconds of their clock are the bound."""
+
+    _iterations: Iterations
+    _calls: Calls
+    _workers: Sequence[str]
+    _ask: Callable[[], None]
+    """Asks all workers what they do; :meth:`heard` takes the answers."""
+    _clock: StallClock
+    _timeout: float
+    _fail: Callable[[BaseException], None]
+    _show: Callable[[bool], None]
+    """Told whether a worker that should answer does not."""
+    _answers: dict[str, str] = field(default_factory=dict)
+    _answers_until: float | None = None
+    _probed: float | None = None
+    """When the workers were asked last, before the bound is reached."""
+
+    def heard(self, worker: str, status: Status) -> None:
+        """A worker says what it does."""
+        self._answers[worker] = status.doing
+
+    def turn(self) -> float:
+        """Ask the workers when the bound is reached, stop the engine when they have answered.
+        Returns the seconds until the next turn at the latest."""
+        waiting = [w for w in (self._iterations.oldest(), self._calls.oldest()) if w is not None]
+        oldest = min(waiting, key=lambda wait: wait.began, default=None)
+        now = time.monotonic()
+        waited = 0.0 if oldest is None else self._clock.now() - oldest.began
+        left = LONGEST_SLEEP if oldest is None else self._timeout - waited
+        if oldest is None or left > 0:
+            self._answers_until = None
+            return max(0.05, min(left, self._probe(waited > LATE_SECONDS, now)))
+        if self._answers_until is None:
+            self._probed = None
+            self._answers.clear()
+            self._answers_until = now + (self._timeout if oldest.may_be_long else ANSWER_SECONDS)
+            self._ask()
+        silent = len(self._answers) < len(self._workers)
+        if silent and now < self._answers_until:
+            return min(LONGEST_SLEEP, self._answers_until - now)
+        if oldest.may_be_long and not silent:
+            # All live: look again when the bound has passed once more.
+            oldest.began, self._answers_until = self._clock.now(), None
+            return LONGEST_SLEEP
+        doing = "; ".join(f"{w} {self._answers.get(w, 'does not answer')}" for w in self._workers)
+        more = 'Raise "stall_timeout" in the sipipe config if this may take so long'
+        self._fail(StallError(f"no progress for {self._timeout:g} s: {oldest}. {doing}. {more}"))
+        return LONGEST_SLEEP
+
+    def _probe(self, late: bool, now: float) -> float:
+        """Ask again and again while something is late. Returns the seconds to the next look."""
+        asked = self._probed
+        if not late:
+            self._probed = None
+            self._show(False)
+            return LONGEST_SLEEP
+        if asked is None or now - asked >= ANSWER_SECONDS:
+            if asked is not None:
+                self._show(len(self._answers) < len(self._workers))
+            self._answers.clear()
+            self._ask()
+            asked = self._probed = now
+        return asked + ANSWER_SECONDS - now

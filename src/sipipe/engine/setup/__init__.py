@@ -1,0 +1,1 @@
+"""What is decided once, before anything starts."""

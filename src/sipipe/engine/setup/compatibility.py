@@ -1,0 +1,212 @@
+"""What SiPipe refuses at start-up, and whose tokens vLLM's own sampler has to draw.
+
+Tokens are drawn by the CPU samplers, or, for the options below, by vLLM's sampler on the last stage:
+chosen once, at start-up, and logged. docs/compatibility.md is the user's view of the tables below.
+"""
+
+from importlib.metadata import entry_points
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from sipipe.config import SiPipeConfig
+from sipipe.cores import alone, this_machine
+from sipipe.engine.scheduling.speculation import check_speculation
+from sipipe.errors import ConfigError, UnsupportedError
+
+STOCK_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "sipipe.worker.hooks.vllm_workers.CPUStageWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "sipipe.worker.hooks.vllm_workers.GPUStageWorker",
+}
+"""Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
+
+OTHERWISE = ": leave it out, or use stock vLLM (vllm serve)"
+
+
+def check_features(vllm_config: VllmConfig) -> None:
+    """Refuse what stages without a common process group cannot serve. Raises UnsupportedError or
+    ConfigError: one line that names the option."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.worker_cls not in {*STOCK_WORKERS, *STOCK_WORKERS.values()}:
+        raise ConfigError(
+            f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
+            "option out (this platform may not be supported)"
+        )
+    hosts = SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts
+    replicas = parallel.data_parallel_size > 1
+    refused = {
+        # vLLM has them wait for each other at every step.
+        "--data-parallel-size of a mixture of experts: start a server for each and a load balancer": (
+            replicas and model.is_moe
+        ),
+        "--data-parallel-size on several hosts or by Ray: start a server on each and a load balancer": (
+            parallel.data_parallel_size_local < parallel.data_parallel_size
+            or parallel.data_parallel_backend == "ray"
+            or parallel.placement_group is not None
+            or hosts.count > 1
+        )
+        and replicas,
+        "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
+        "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
+        "--nnodes above 1 here: sipipe serve takes it": parallel.nnodes > 1,
+        "--ec-transfer-config (encoder cache connectors): leave it out, the first stage encodes": (
+            vllm_config.ec_transfer_config is not None
+        ),
+        "--mm-encoder-only (an encoder without its model)": vllm_config.is_mm_encoder_only,
+        "--enable-eplb (expert load balancing)": parallel.enable_eplb,
+        "--enable-elastic-ep": parallel.enable_elastic_ep,
+        '--numa-bind: leave it out, workers are placed by "cores" in the sipipe config': (
+            parallel.numa_bind
+        ),
+        "--prefill-schedule-interval": vllm_config.scheduler_config.prefill_schedule_interval > 1,
+        "--kv-offloading-size on CPUs: leave it out, it moves blocks from GPUs": (
+            current_platform.is_cpu()
+            and vllm_config.cache_config.kv_offloading_size is not None
+            and vllm_config.cache_config.kv_offloading_backend == "native"
+        ),
+        "--load-format ipc_cache": vllm_config.load_config.load_format == "ipc_cache",
+        # By a lock that only vLLM's own executor hands its workers.
+        "--mm-processor-cache-type shm: take lru, its default": (
+            model.multimodal_config is not None
+            and model.multimodal_config.mm_processor_cache_type == "shm"
+        ),
+        "VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's first model runner): unset it": (
+            envs.VLLM_USE_V2_MODEL_RUNNER is not None and not envs.VLLM_USE_V2_MODEL_RUNNER
+        ),
+    }
+    for option, asked in refused.items():
+        if asked:
+            raise UnsupportedError(
+                f"SiPipe does not support {option}{OTHERWISE * (': ' not in option)}"
+            )
+    check_speculation(vllm_config)
+
+
+def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
+    """How many microbatches are scheduled before the tokens that they need have come: vLLM's
+    ``--async-scheduling``, ``asked``; None: as many as pay. Raises UnsupportedError: it cannot be."""
+    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    if (named := vllm_config.scheduler_config.scheduler_cls) is not None:
+        _check_scheduler(named)
+    against = {
+        "drafts, which come with the tokens": vllm_config.speculative_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
+        "pooling models": vllm_config.model_config.runner_type == "pooling",
+        "diffusion models": vllm_config.model_config.is_diffusion,
+        '"inflight" of 1': vllm_config.max_concurrent_batches == 1,
+        "a scheduler that is not SiPipe's": config.scheduler != "pipeline" or named is not None,
+    }
+    reason = next((reason for reason, holds in against.items() if holds), "")
+    if asked and reason:
+        raise UnsupportedError(f"--async-scheduling: not with {reason}: leave one of the two out")
+    # The threads of a worker's products wait for one another where the engine computes beside them.
+    workers = vllm_config.parallel_config.world_size
+    costs = current_platform.is_cpu() and alone(this_machine(), workers)
+    return int(not reason and (not costs if asked is None else asked))
+
+
+def _check_scheduler(named: str | type) -> None:
+    """Refuse a ``--scheduler-cls`` that is not there, or counts tokens before they have come, by which an
+    engine that is not ahead would compute (ConfigError)."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    try:
+        found = resolve_obj_by_qualname(named) if isinstance(named, str) else named
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--scheduler-cls {named}: {error}") from None
+    if not isinstance(found, type):
+        raise ConfigError(f"--scheduler-cls {named}: it is no class")
+    if issubclass(found, AsyncScheduler):
+        raise ConfigError(
+            f"--scheduler-cls {named}: it schedules ahead, which is for SiPipe's engine to decide: "
+            "leave it out"
+        )
+
+
+def check_stages(vllm_config: VllmConfig, option: str) -> None:
+    """Refuse more stages than layers (ConfigError)."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if stages > layers:
+        raise ConfigError(f"{option} {stages}: the model has {layers} layers, a stage needs one")
+
+
+def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    """Why vLLM's sampler has to draw, from the configuration alone; empty: it need not. Raises
+    ConfigError: a ``cpu_sampling`` was asked for and cannot be had."""
+    reason, asked = _vllms_sampler(vllm_config, config), config.cpu_sampling
+    if vllm_config.speculative_config is not None and (reason or asked == "per_row"):
+        raise ConfigError(
+            "--speculative-config: SiPipe's samplers verify drafts, but "
+            f"{reason or 'per_row has the device draw'}: leave one of the two out"
+        )
+    if reason and asked in ("on", "per_row"):
+        raise ConfigError(
+            f'sipipe config: "cpu_sampling" is "{asked}", but {reason}; set it to "auto"'
+        )
+    if not reason and asked == "per_row" and not device_may_draw():
+        raise ConfigError(
+            'sipipe config: "cpu_sampling" is "per_row", which is for devices that draw tokens '
+            'themselves (GPUs), and this one does not: set it to "auto"'
+        )
+    return reason
+
+
+def installed_processors() -> list[str]:
+    """Names of the logits processors that packages bring, which vLLM takes without being asked."""
+    return sorted(found.name for found in entry_points(group="vllm.logits_processors"))
+
+
+def device_may_draw() -> bool:
+    """Whether the last stage's device has the kernels of the sampler of vLLM's second runner, which a
+    CPU has only with Triton: it can draw beside CPU samplers."""
+    return HAS_TRITON or not current_platform.is_cpu()
+
+
+def check_kernels(vllm_config: VllmConfig) -> None:
+    """Refuse what only those kernels do where there are none (UnsupportedError: the option)."""
+    if device_may_draw():
+        return
+    model = vllm_config.model_config
+    refused = {
+        "--watermark-config (watermarks)": vllm_config.watermark_config is not None,
+        "--return-sampling-mask": model.return_sampling_mask,
+        "diffusion models": model.is_diffusion,
+        "--enable-trace-replay": model.enable_trace_replay,
+    }
+    for option, asked in refused.items():
+        if asked:
+            raise UnsupportedError(
+                f"{option}: vLLM's sampler needs Triton for it, which this CPU build has not: leave it out"
+            )
+
+
+def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    model = vllm_config.model_config
+    if model.runner_type == "pooling":
+        return "pooling models have no tokens to sample"
+    if config.cpu_sampling == "off":
+        return 'the sipipe config says "cpu_sampling": "off"'
+    if model.logits_processors:
+        return "custom logits processors (--logits-processors) run in vLLM's own sampler"
+    if found := installed_processors():
+        return f"installed logits processors ({', '.join(found)}) run in vLLM's own sampler"
+    if model.return_sampling_mask:
+        return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
+    if vllm_config.watermark_config is not None:
+        return "watermarks (--watermark-config) are put in by vLLM's own sampler"
+    if model.enable_prompt_embeds:
+        return "prompt embeddings (--enable-prompt-embeds) are taken by vLLM's own sampler alone"
+    if vllm_config.aux_output_config.enabled:
+        return "routed experts (--enable-return-routed-experts) come with vLLM's sampler's output"
+    if vllm_config.observability_config.cudagraph_metrics and not current_platform.is_cpu():
+        return "figures of CUDA graphs (--cudagraph-metrics) come with vLLM's sampler's output"
+    if model.enable_trace_replay:
+        return "replayed traces (--enable-trace-replay) are told to vLLM's own sampler"
+    if model.is_diffusion:
+        return "diffusion models draw with a sampler of their own"
+    return ""

@@ -1,0 +1,152 @@
+"""Which host has which stages, what the hosts must agree on, and where they listen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+from vllm import envs
+
+from sipipe._version import __version__
+from sipipe.config import HostSettings
+from sipipe.engine.setup.stages import stages_of_hosts
+from sipipe.errors import ConfigError
+from sipipe.ipc.secret import read_secret
+from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
+
+if TYPE_CHECKING:
+    from sipipe.engine.setup.record import Setup
+
+OWN_SETTINGS = {"cores", "devices", "samplers", "trace", "trace_limit"}
+"""Settings that each host may have its own value of."""
+
+
+NAME_SECONDS = 30.0
+"""In which the main host's name may come to be: in Kubernetes with its pod, or a little later."""
+
+
+def check_hosts(hosts: HostSettings, node: int = 0) -> None:
+    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one. Raises
+    ConfigError: no address, no such host, or no secret."""
+    if hosts.count > 1:
+        if not hosts.address:
+            raise ConfigError(
+                f"--nnodes {hosts.count} needs --master-addr, the main host's address, on every host"
+            )
+        read_secret()
+        deadline = time.monotonic() + (NAME_SECONDS if node else 0.0)
+        while True:
+            try:
+                address = resolve(hosts.address, "--master-addr")
+                break
+            except ConfigError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(1.0)  # wait: 30 s (`NAME_SECONDS`); the main host's name
+        if address.startswith("127.") and hosts.address not in (address, "localhost"):
+            raise ConfigError(
+                f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no "
+                "other host comes: give its address in a network that all are in"
+            )
+
+
+def control_port(hosts: HostSettings, node: int) -> int:
+    """Where the main host listens to host ``node``, which is 1 or more."""
+    return hosts.port + node - 1
+
+
+def link_port(setup: Setup, rank: int) -> int:
+    """Where the next stage listens to ``rank``, on its own host, if that is another one."""
+    hosts = setup.config.hosts
+    ends = [stages[-1] for stages in stages_of_hosts(setup.stages, hosts)]
+    boundary = ends.index(rank // setup.ranks)
+    return hosts.port + hosts.count - 1 + boundary * setup.ranks + rank % setup.ranks
+
+
+def own_address(hosts: HostSettings) -> str:
+    """This host's address as others reach it: ``VLLM_HOST_IP``, else that of its route to the main
+    host. Raises ConfigError: there is no route."""
+    if envs.VLLM_HOST_IP:
+        return resolve(envs.VLLM_HOST_IP, "VLLM_HOST_IP")
+    main = resolve(hosts.address, "--master-addr")
+    family = socket.AF_INET6 if ":" in main else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((main, hosts.port))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"--master-addr {hosts.address} cannot be reached from this host ({error.strerror}): "
+            "give the main host's address in a network that both are in"
+        ) from None
+
+
+def check_main_host(hosts: HostSettings) -> None:
+    """Refuse to be the main host where its ports cannot be listened on, before a model is loaded."""
+    for node in range(1, hosts.count):
+        address = resolve(hosts.address, "--master-addr")
+        check_port(address, control_port(hosts, node), OTHER_PORT)
+
+
+def ports_used(hosts: int, ranks: int) -> int:
+    """How many ports follow the first one, with it."""
+    return (hosts - 1) * (1 + ranks)
+
+
+def versions() -> dict[str, str]:
+    """Of this host, as a part of what all must have the same."""
+    return {
+        "SiPipe": __version__,
+        "vLLM": vllm.__version__,
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def agreed(setup: Setup) -> dict[str, str]:
+    """What all hosts must have the same, by the names that a user knows."""
+    config = setup.vllm_config
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    values = {
+        **versions(),
+        "the model": model.model,
+        "--revision": model.revision,
+        "--dtype": model.dtype,
+        "--quantization": model.quantization,
+        "--max-model-len": model.max_model_len,
+        "--seed": model.seed,
+        "--enforce-eager": model.enforce_eager,
+        "--load-format": config.load_config.load_format,
+        "--kv-cache-dtype": cache.cache_dtype,
+        "--block-size": cache.block_size,
+        "--enable-prefix-caching": cache.enable_prefix_caching,
+        "--max-num-seqs": scheduler.max_num_seqs,
+        "--max-num-batched-tokens": scheduler.max_num_batched_tokens,
+        "--speculative-config": setup.drafts,
+        "--enable-lora": config.lora_config is not None,
+        "the connector (--kv-transfer-config)": config.kv_transfer_config
+        and config.kv_transfer_config.kv_connector,
+        "-pp": setup.stages,
+        "-tp": setup.ranks,
+        "VLLM_PP_LAYER_PARTITION": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
+    }
+    values |= {
+        f'"{key}" (sipipe config)': value
+        for key, value in setup.config.to_dict().items()
+        if key not in OWN_SETTINGS
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def difference(main: dict[str, str], other: dict[str, str]) -> str:
+    """What is not the same, in words; empty: nothing."""
+    return ", ".join(
+        f"{name} is {main.get(name)} on the main host and {other.get(name)} there"
+        for name in {**main, **other}
+        if main.get(name) != other.get(name)
+    )

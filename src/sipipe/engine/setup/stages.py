@@ -1,0 +1,25 @@
+"""Which host has which stages."""
+
+from sipipe.config import HostSettings
+from sipipe.errors import ConfigError
+
+
+def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
+    """The stages of each host, the main host first. Raises ConfigError: a host without a stage, or
+    ``hosts.stages`` that do not add up."""
+    counts = hosts.stages or tuple(
+        stages // hosts.count + (host < stages % hosts.count) for host in range(hosts.count)
+    )
+    if len(counts) != hosts.count or sum(counts) != stages or not all(counts):
+        raise ConfigError(
+            f"--nnodes {hosts.count} and {stages} stages (-pp): every host needs a stage at least, "
+            'and "hosts.stages" one number for each host, as many together as there are stages'
+        )
+    ends = [sum(counts[: host + 1]) for host in range(hosts.count)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def named(stages: range) -> str:
+    """Stages of a host, for messages."""
+    first, last = stages[0], stages[-1]
+    return f"stage {first}" if first == last else f"stages {first} to {last}"

@@ -1,0 +1,141 @@
+"""Arguments of vLLM with SiPipe's executor in them, checked before anything starts.
+
+vLLM's parser is called directly, so that what is wrong is one line and nothing else.
+"""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.common.startup import cli_env_setup
+except ImportError:  # vLLM 0.32
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine.setup.checkpoint import check_model
+from sipipe.engine.start.plugin import EXECUTOR_NAMES, checked, register
+from sipipe.errors import ConfigError
+from sipipe.versions import require_vllm
+
+EXECUTOR = "sipipe.Executor"
+
+
+def begin() -> None:
+    """What each command does before it looks at its arguments. UnsupportedError: another vLLM."""
+    require_vllm()
+    cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
+
+
+def parse_engine_args(argv: Sequence[str], settings: dict[str, Any]) -> argparse.Namespace:
+    """Arguments of an engine from ``MODEL`` with words and engine options of vLLM in any order;
+    ``words`` of the result are the positional arguments after the model. The CPU engine runs eagerly
+    unless ``argv`` says otherwise: compiling the model costs more than a short command gains."""
+    begin()
+    parser = _WordsParser(prog="sipipe")
+    AsyncEngineArgs.add_cli_args(parser)
+    parser.add_argument("model_tag", metavar="MODEL")
+    parser.set_defaults(enforce_eager=None)
+    args: argparse.Namespace = checked(partial(parser.parse_args, list(argv)))
+    args.model = args.model_tag
+    if args.enforce_eager is None:
+        args.enforce_eager = current_platform.is_cpu()
+    use_sipipe(args, settings)
+    return args
+
+
+def engine_args(args: argparse.Namespace) -> AsyncEngineArgs:
+    """vLLM's engine arguments, which look for the model where the hub must not be asked."""
+    check_model(args.model)
+    return checked(lambda: AsyncEngineArgs.from_cli_args(args), args.model)
+
+
+class OneLineParser(FlexibleArgumentParser):
+    """vLLM's parser; a mistake is one line that says which option was perhaps meant."""
+
+    taken: tuple[str, ...] = ("pp", "tp", *SiPipeConfig.__struct_fields__)
+    """Options that SiPipe has taken from the command line before."""
+
+    def load_config_file(self, file_path: str) -> list[str]:
+        """As vLLM's, of ``--config``."""
+        try:
+            found: list[str] = super().load_config_file(file_path)
+        except Exception as error:  # whatever YAML and vLLM's reading of it raise
+            raise ConfigError(f"--config {file_path}: {' '.join(str(error).split())}") from None
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        wrong = next((word for word in message.split() if word.startswith("--")), "")
+        options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]
+        near = difflib.get_close_matches(wrong.split("=")[0].rstrip(":"), options, n=1)
+        unknown = message.startswith("unrecognized arguments")
+        lines = [line.strip() for line in message.splitlines() if "errors.pydantic.dev" not in line]
+        message = " ".join(lines)
+        raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Options of ``parser`` and of its subcommands."""
+    found: list[str] = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found += _options(command)
+    return found
+
+
+class _WordsParser(OneLineParser):
+    """Takes words from anywhere between the options, and all that stands behind ``--``. A positional
+    argument of any number would be empty where an option follows the model."""
+
+    taken = (*OneLineParser.taken, *SamplingParams.__struct_fields__)
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = list(args or ())
+        end = given.index("--") if "--" in given else len(given)
+        found, extra = super().parse_known_args(given[:end], namespace)
+        found.words = [word for word in extra if not word.startswith("-")] + given[end + 1 :]
+        return found, [option for option in extra if option.startswith("-")]
+
+
+def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Put SiPipe's executor and ``settings`` into parsed arguments of vLLM. Raises ConfigError:
+    ``args`` name another executor, or set a setting to another value."""
+    backend = args.distributed_executor_backend
+    if backend is not None and backend not in EXECUTOR_NAMES:
+        raise ConfigError(
+            f"--distributed-executor-backend is {backend}, but sipipe runs {EXECUTOR}: leave the "
+            "option out (sipipe serve takes ray; stock vLLM is started by its own command)"
+        )
+    args.distributed_executor_backend = EXECUTOR
+    SiPipeConfig.from_additional_config(args.additional_config)
+    additional = dict(args.additional_config or {})
+    given = additional.get("sipipe") or {}
+    if isinstance(given, dict):
+        hosts = given.get("hosts")
+        if isinstance(hosts, dict) and "hosts" in settings:  # flags, and how many stages each has
+            settings = settings | {"hosts": hosts | settings["hosts"]}
+            given = {key: value for key, value in given.items() if key != "hosts"}
+        for key, value in settings.items():
+            if key in given and given[key] != value:
+                raise ConfigError(
+                    f'"{key}" is {value!r} on the command line and {given[key]!r} in '
+                    "--additional-config: give it once"
+                )
+        given = given | settings
+    additional["sipipe"] = given
+    SiPipeConfig.from_additional_config(additional)
+    args.additional_config = additional
+    # Entry points are missing where SiPipe is on the path, but not installed.
+    load_general_plugins()
+    register()

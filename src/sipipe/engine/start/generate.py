@@ -1,0 +1,130 @@
+"""Completes prompts with an engine in this process, and hands the text over as it comes.
+
+Runs in one asyncio loop of the caller's thread: a task per prompt feeds a queue; ``show`` sees
+prompts in their order, the first unfinished one live. A prompt that fails costs no other one. The
+engine and its processes are gone when :func:`generate` returns or raises, also after Ctrl-C.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.exceptions import GenerationError, VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers.registry import cached_tokenizer_from_config
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from sipipe.engine.setup.decide import decide
+from sipipe.engine.start.arguments import engine_args, parse_engine_args
+from sipipe.engine.start.launch import announce
+from sipipe.engine.start.plugin import checked, engine_config
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.sockets import own_sockets, take_reason
+
+Event = Literal["begin", "text", "end"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Completion:
+    """One finished prompt."""
+
+    index: int
+    prompt: str
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    """Why it was not finished."""
+
+
+def generate(
+    argv: Sequence[str],
+    settings: dict[str, Any],
+    sampling: dict[str, Any],
+    *,
+    prompts: Callable[[Sequence[str]], list[str]],
+    chat: bool,
+    show: Callable[[Event, Completion, str], None],
+) -> bool:
+    """Run the prompts of ``argv`` (``MODEL [PROMPT...]`` and vLLM's engine options, in any order).
+    ``prompts`` makes them of the command line's words. ``show(event, completion, text)`` is called
+    at a completion's begin, each piece of its text, and its end. Returns whether all finished."""
+    args = parse_engine_args(argv, settings)
+    texts = prompts(args.words)
+    vllm_config = engine_config(engine_args(args))
+    params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
+    if chat:
+        tokenizer: Any = cached_tokenizer_from_config(vllm_config.model_config)
+        said = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        try:
+            texts = [said([{"role": "user", "content": text}]) for text in texts]
+        except Exception as error:  # whatever a template and its tokenizer raise
+            raise ConfigError(f"generate: --chat: {' '.join(str(error).split())}") from None
+    announce(decide(vllm_config))
+    with own_sockets():
+        return asyncio.run(_run(engine_args(args), texts, params, chat, show))
+
+
+async def _run(
+    arguments: AsyncEngineArgs,
+    texts: Sequence[str],
+    params: SamplingParams,
+    chat: bool,
+    show: Callable[[Event, Completion, str], None],
+) -> bool:
+    try:
+        engine = AsyncLLM.from_engine_args(arguments)
+    except RuntimeError as error:  # with what the engine has left, the main thread's traceback
+        raise SiPipeError(f"generate: {take_reason() or error}") from None
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        queues = [asyncio.Queue[str | None]() for _ in texts]
+        completions = [Completion(index=i, prompt=text) for i, text in enumerate(texts)]
+        tasks += [
+            asyncio.create_task(_complete(engine, completion, params, chat, queue))
+            for completion, queue in zip(completions, queues, strict=True)
+        ]
+        for completion, queue, task in zip(completions, queues, tasks, strict=True):
+            show("begin", completion, "")
+            # wait: none: vLLM's own for the request; its last piece, its error
+            while (piece := await queue.get()) is not None:
+                show("text", completion, piece)
+            await task
+            show("end", completion, "")
+        return not any(completion.error for completion in completions)
+    except EngineDeadError as error:
+        raise SiPipeError(f"generate: {error}") from None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engine.shutdown()
+
+
+async def _complete(
+    engine: AsyncLLM,
+    completion: Completion,
+    params: SamplingParams,
+    chat: bool,
+    queue: asyncio.Queue[str | None],
+) -> None:
+    # A chat template has the special tokens.
+    special = {"add_special_tokens": False} if chat else {}
+    try:
+        name = f"generate-{completion.index}"
+        outputs = engine.generate(completion.prompt, params, name, tokenization_kwargs=special)
+        async for output in outputs:
+            piece = output.outputs[0]
+            completion.text += piece.text
+            completion.token_ids += piece.token_ids
+            completion.finish_reason = piece.finish_reason
+            if piece.text:
+                queue.put_nowait(piece.text)
+    except (GenerationError, VLLMClientError, EngineGenerateError) as error:
+        completion.finish_reason, completion.error = "error", str(error.__cause__ or error)
+    finally:
+        queue.put_nowait(None)

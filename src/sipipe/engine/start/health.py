@@ -1,0 +1,50 @@
+"""``/health`` while a stage does not answer, and all that is new while the server ends: 503.
+
+vLLM says it of a dead engine only. While requests in flight finish (``--shutdown-timeout``) its
+``/health`` stays 200, and new requests are answered with 500.
+
+Middleware of vLLM's API servers (``--middleware``), which ``sipipe serve`` gives them. It reads the
+engine's page of live figures, where :mod:`sipipe.engine.iteration.stall` says it, and waits for no engine.
+"""
+
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from sipipe.observe.live import LivePage, Word, still_there
+
+ENDING = {"message": "the server is ending", "type": "ServiceUnavailableError", "code": 503}
+
+
+class Health:
+    """ASGI middleware around ``app``."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._pages: list[LivePage] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer, http = self._app, scope["type"] == "http"
+        asked = http and scope["path"] == "/health"
+        if (asked or (http and scope["method"] == "POST")) and _ending(scope["app"].state):
+            # Else a client's next request would come here too. Closed with a part of the body
+            # unread, the connection would be reset, and the answer lost.
+            answer = JSONResponse({"error": ENDING}, 503, {"Connection": "close"})
+            while (await receive()).get("more_body"):
+                pass
+        elif asked and self._stalled():
+            answer = Response(status_code=503)
+        await answer(scope, receive, send)
+
+    def _stalled(self) -> bool:
+        self._pages = still_there(self._pages)
+        return any(page.block(("executor", 0, 0))[Word.STALLED] for page in self._pages)
+
+
+def _ending(state: Any) -> bool:
+    """Whether this server's engine lives and was told to end. One of several cannot know."""
+    client = state.engine_client
+    if client is None or client.errored:
+        return False
+    manager = client.engine_core.resources.engine_manager
+    return manager is not None and bool(manager.manager_stopped.is_set())

@@ -1,0 +1,87 @@
+"""Starts vLLM's own front ends with SiPipe's executor: the server, and an engine in this process.
+
+All checks happen in the foreground, on the configuration that the engine will get, in one line.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from vllm import envs
+from vllm.logger import configure_logging_from_args
+from vllm.usage.usage_lib import UsageContext
+
+from sipipe.engine.hosts.agent import run_agent
+from sipipe.engine.hosts.ray_placement import place
+from sipipe.engine.setup.decide import decide
+from sipipe.engine.setup.record import Setup
+from sipipe.engine.start import plugin
+from sipipe.engine.start.arguments import OneLineParser, begin, engine_args, use_sipipe
+from sipipe.engine.start.plugin import checked, engine_config
+from sipipe.errors import ConfigError
+from sipipe.ipc.sockets import free_path
+from sipipe.ipc.tcp import check_port
+
+MIDDLEWARE = "sipipe.engine.start.health.Health"
+
+
+def serve(
+    argv: Sequence[str],
+    settings: dict[str, Any],
+    node: int = 0,
+    *,
+    started: Callable[[argparse.Namespace], object],
+) -> int:
+    """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
+
+    On host ``node`` 1 and up, the host agent. ``started`` is called with vLLM's arguments once they
+    pass all checks. Raises ConfigError, UnsupportedError, ResourceError before any start."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+
+    begin()
+    command = ServeSubcommand()
+    parser = OneLineParser(prog="sipipe")
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    args = checked(partial(parser.parse_args, ["serve", *argv]))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
+        raise ConfigError("serve: name the MODEL, a directory or a name on the Hugging Face hub")
+    by_ray = args.distributed_executor_backend == "ray"
+    if by_ray:
+        args.distributed_executor_backend = None
+    use_sipipe(args, settings)
+    checked(partial(configure_logging_from_args, args))
+    checked(partial(command.validate, args))
+    if not (args.tool_parser_plugin or args.reasoning_parser_plugin):  # which add to what there is
+        checked(partial(validate_api_server_args, args))
+    vllm_config = engine_config(engine_args(args), usage_context=UsageContext.OPENAI_API_SERVER)
+    if by_ray:
+        placement = place(vllm_config)
+        args.additional_config = vllm_config.additional_config
+    setup = decide(vllm_config, node)
+    if not (node or args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
+        check_port(args.host or "", args.port, "choose another --port")
+    if args.uds and not node:
+        free_path(args.uds)
+    announce(setup)
+    if node:
+        return run_agent(setup, met=partial(started, args))
+    if by_ray:
+        placement.start(vllm_config)
+    if not envs.VLLM_USE_RUST_FRONTEND:
+        args.middleware = [*args.middleware, MIDDLEWARE]
+    started(args)
+    command.cmd(args)
+    return 0
+
+
+def announce(setup: Setup) -> None:
+    """Print what SiPipe will do, which its engine does not say again. Raises as ``check_setup``."""
+    lines, plugin.announced = plugin.check_setup(setup), True
+    with suppress(OSError):  # as `tell`
+        print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""``python -m sipipe.engine.start.server FD JSON``: the server that :mod:`sipipe.cli.supervise` starts.
+
+FD is its end of a socket pair: what the supervisor has to know is written to it, and the process
+group ends as soon as the other end is closed.
+
+Who runs here
+    vLLM's front end, in the main thread; a thread that sleeps on FD; one that says when it serves.
+Guarantees
+    The process group does not outlive the supervisor. An engine that dies while it starts, which
+    vLLM watches, ends the server; one that is killed, with a line that says so.
+"""
+
+import gc
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from sipipe.engine.children.forking import importing
+from sipipe.errors import SiPipeError, tell
+from sipipe.ipc.parent import end_group_with
+
+
+def main() -> int:
+    """Serve, with the arguments of :func:`sipipe.engine.start.launch.serve` in JSON."""
+    supervisor = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(supervisor.fileno(), False)
+    end_group_with(supervisor)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
+    arguments = json.loads(sys.argv[2])
+    # What vLLM's 5,000 modules make stays, and the collector would go through it again and again: a
+    # quarter of the time that importing takes. Frozen, it is shared with what is forked.
+    gc.disable()
+    try:
+        with importing(*arguments):
+            from sipipe.engine.start.launch import serve
+
+        gc.freeze()
+        gc.enable()
+        agent = bool(arguments[2])  # its host's number
+        return serve(*arguments, started=lambda args: _started(supervisor, args, agent))
+    except SiPipeError as error:
+        tell(error)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        # vLLM's start failed. The interpreter's own end would wait for what that left behind.
+        if "See root cause above" not in str(error):
+            traceback.print_exc()
+        elif re.search(r"'\w+': 2\b", str(error)):  # it found the configuration wrong, and said so
+            os._exit(2)
+        elif killed := re.search(r"'(\w+)': -(\d+)", str(error)):
+            tell(f"the engine ended while it started: {killed[1]} was killed by signal {killed[2]}")
+        os._exit(1)
+
+
+def _started(supervisor: socket.socket, args: Any, agent: bool) -> None:
+    """All checks have passed: tell how long a shutdown may take."""
+    # wait: none: a line; the supervisor, whose death ends this process
+    supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
+    if args.uds or agent:
+        return
+    # Looked up here: a process forked amid a look-up has its lock for ever.
+    here = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+    host = here.get(args.host, args.host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM listens
+    # wait: the resolver's own time, as when the port was checked; its answer
+    where = socket.getaddrinfo(host, args.port, family, socket.SOCK_STREAM)
+    threading.Thread(
+        target=_say_served, args=(args, where[0]), name="SiPipeStart", daemon=True
+    ).start()
+
+
+def _say_served(args: Any, where: Any) -> None:
+    """What is served, once it is; ``where``: as getaddrinfo says it."""
+    host = "localhost" if args.host in (None, "", "0.0.0.0", "::") else args.host
+    while True:
+        # wait: 0.1 s, again and again; the server's port, or the end of this process
+        time.sleep(0.1)
+        with suppress(OSError), socket.socket(where[0]) as probe:
+            probe.settimeout(1.0)
+            probe.connect(where[-1])
+            place = f"[{host}]" if ":" in host else host
+            url = f"http{'s' * bool(args.ssl_certfile)}://{place}:{args.port}/v1"
+            name = (args.served_model_name or [args.model])[0]
+            took = f"{time.time() - psutil.Process().create_time():.0f} s after the start"
+            tell(f"{name} is served at {url}, {took}; try: vllm complete --url {url}")
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

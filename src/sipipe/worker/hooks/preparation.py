@@ -1,0 +1,324 @@
+"""Who prepares the inputs of a stage on vLLM's second runner, and what stands in for parts of it.
+
+:class:`SiPipePrepares` stands in the place of the runner's own preparation: the preparing thread
+writes a set of input buffers from the scheduling output (:mod:`sipipe.worker.inputs.prepare`), and
+the runner's ``execute_model``, in the device thread, finds them where it would have prepared them.
+All else of ``execute_model`` is vLLM's: its request states, LoRA, encoders, M-RoPE positions,
+recurrent states, attention metadata, graphs. :class:`VllmPrepares` leaves the runner as it is, for
+the few models and options whose preparation needs what only the runner has.
+
+Of vLLM's request states these rot where SiPipe prepares, and nothing here reads them: the tokens
+behind a prompt, the last sampled token, lengths, its mirrors of computed tokens on the host.
+
+vLLM's ``PPHandler`` broadcasts sampled tokens from the last stage to the others, by a collective
+across stages. SiPipe's stages share no process group, and the scheduler brings the tokens with the
+scheduling output: :class:`TokenFeedback` takes them from there. ``Sampler`` keeps state for the
+parameters of each request, a count of every token of the vocabulary among it; where samplers draw
+on CPUs, :class:`StandInSampler` keeps nothing.
+
+Who runs here: the preparing thread in ``prepare``; the device thread in ``begin`` and the rest.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sequence import IntermediateTensors
+from vllm.utils import torch_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace, get_uniform_decode_token_count
+
+from sipipe.worker.device import Device
+from sipipe.worker.inputs.kernels import Int32
+from sipipe.worker.inputs.model_input import ModelInput
+from sipipe.worker.inputs.placement import Placed, Placement, placement_of
+from sipipe.worker.inputs.prepare import InputPreparer
+
+Tokens = Callable[[ModelInput], Int32]
+KNOWN_STATES = (DefaultModelState, MambaHybridModelState)
+"""vLLM's model states that read of a batch what is prepared here."""
+
+
+def why_vllm_prepares(runner: Any) -> str:
+    """Why the runner prepares its inputs itself; empty where SiPipe does."""
+    state = type(runner.model_state)
+    if state not in KNOWN_STATES:
+        return f"the model brings its own inputs ({state.__name__})"
+    if runner.model_config.enable_prompt_embeds:
+        return "prompts come as embeddings"
+    if runner.num_speculative_steps or runner.model_state.num_new_sampled_tokens_per_step != 1:
+        return "several tokens are drawn at once"
+    if runner.cache_config.mamba_cache_mode == "align":
+        return "recurrent states are cached with prefixes"
+    if runner.pcp_manager is not None or runner.dcp_size > 1:
+        return "contexts are split over ranks"
+    if runner.fast_prefill is not None or runner.model_config.rswa_window is not None:
+        return "the model's prefill leaves tokens out"
+    return ""
+
+
+class VllmPrepares:
+    """The runner prepares in the device thread; :class:`TokenFeedback` brings its tokens. ``tokens``
+    waits for those of an iteration that awaits them."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def prepare(self, inputs: ModelInput) -> None:
+        """Preparing thread: all that can be done ahead."""
+        inputs.num_reqs = len(inputs.output.num_scheduled_tokens)
+        inputs.num_tokens = inputs.output.total_num_scheduled_tokens
+
+    def begin(self, inputs: ModelInput) -> None:
+        """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
+        if inputs.awaits:
+            found = self._tokens(inputs).tolist()
+            inputs.output.scheduled_cached_reqs.new_token_ids = [[token] for token in found]
+
+
+class SiPipePrepares(VllmPrepares):
+    """SiPipe's preparation, in the place of the runner's from now on. ``runner``: warmed up and
+    without a request; ``slots``: microbatches in flight; ``sets``: of input buffers; ``logits``:
+    rows of logits of a batch at most."""
+
+    def __init__(
+        self, tokens: Tokens, runner: Any, device: Device, *, slots: int, sets: int, logits: int
+    ) -> None:
+        super().__init__(tokens)
+        self._runner = runner
+        self._placement: Placement = placement_of(runner, device, sets, logits)
+        self._buffers = self._placement.buffers
+        groups = self._placement.groups
+        self._preparer = InputPreparer(runner, self._buffers, groups=groups, slots=slots)
+        requests = int(runner.max_num_reqs)
+        self._no_drafts = torch.zeros(requests, dtype=torch.int32, device=runner.device)
+        self._one_each = np.arange(requests + 1, dtype=np.int32)
+        self._one_each_there = torch.from_numpy(self._one_each).to(runner.device)
+        self._inputs = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
+        self._gather_dummy = runner.gather_batch_req_state
+        runner.update_pp_decode_requests = self._nothing
+        runner.update_requests = self._update_requests
+        runner.gather_batch_req_state = self._gather_batch_req_state
+        runner.prepare_inputs = self._prepare_inputs
+        runner.prepare_attn = self._placement.tables
+        # The last of vLLM's calls before anything looks at tokens.
+        self._metadata = runner.model_state.prepare_attn
+        runner.model_state.prepare_attn = self._prepare_metadata
+        runner.postprocess_num_computed_tokens = self._nothing
+        if runner.lora_config is not None:
+            self._make_lora_inputs = runner.lora_state.make_lora_inputs
+            runner.lora_state.make_lora_inputs = self._lora_inputs
+        runner.postprocess_sampled = self._postprocess_sampled
+
+    def prepare(self, inputs: ModelInput) -> None:
+        self._placement.wait_free(inputs.buffer_set)
+        self._preparer.prepare(inputs)
+        if inputs.num_tokens:
+            inputs.state = self._state(inputs)
+            if placed := self._placement.ahead(inputs):
+                inputs.batch = self._batch(inputs, placed)
+
+    def begin(self, inputs: ModelInput) -> None:
+        self._inputs = inputs
+
+    # ---- in the runner's place, in the order of its calls ----------------------------------------
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Drawn tokens come with the scheduling output, computed tokens too."""
+
+    def _update_requests(self, output: SchedulerOutput) -> None:
+        runner, inputs = self._runner, self._inputs
+        rows = runner.req_states.req_id_to_index
+        for new, row in zip(output.scheduled_new_reqs, inputs.new_rows, strict=True):
+            # vLLM's parts are kept by its row: LoRA, positions, recurrent states.
+            assert rows[new.req_id] == row, (
+                f"request {new.req_id} has row {row} here and {rows[new.req_id]} in vLLM's runner"
+            )
+        self._placement.begin(inputs)
+        if output.new_block_ids_to_zero:
+            runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
+        if copies := output.kv_cache_block_copies:
+            blocks = runner.kv_cache_config.num_blocks
+            copy_kv_cache_blocks_inplace(runner.kv_caches, blocks, copies)
+
+    def _gather_batch_req_state(
+        self, output: SchedulerOutput, dummy_run: bool
+    ) -> tuple[BatchReqState | None, int | None]:
+        if dummy_run:
+            found: tuple[BatchReqState | None, int | None] = self._gather_dummy(output, True)
+            return found
+        inputs = self._inputs
+        uniform: int | None = get_uniform_decode_token_count(
+            inputs.num_reqs, inputs.num_tokens, inputs.max_query_len, inputs.decode_graph_eligible
+        )
+        return inputs.state, uniform
+
+    def _lora_inputs(self, req_ids: list[str], rows: Any, num_scheduled_tokens: Any) -> Any:
+        """vLLM's, with the adapter of each row of logits in the place of each request's."""
+        _, *others = self._make_lora_inputs(req_ids, rows, num_scheduled_tokens)
+        first = self._buffers[self._inputs.buffer_set].first_logits.np[: len(req_ids) + 1]
+        each = self._runner.lora_state.lora_ids[rows].repeat(np.diff(first))
+        return tuple(each), *others
+
+    def _prepare_inputs(self, _output: Any, _state: Any, batch_desc: Any, *_: Any) -> InputBatch:
+        inputs, batch = self._inputs, self._inputs.batch
+        count, used = inputs.num_reqs, inputs.num_tokens
+        requests, tokens = batch_desc.num_reqs or count, max(used, batch_desc.num_tokens)
+        if batch is None or (requests, tokens) != (count, used):
+            batch = self._batch(inputs, self._placement.place(inputs, requests, tokens))
+        return batch
+
+    def _prepare_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        found, inputs = self._metadata(*args, **kwargs), self._inputs
+        if inputs.awaits:
+            self._placement.take(inputs, self._tokens(inputs))
+        return found
+
+    # ---- vLLM's records of a batch ---------------------------------------------------------------
+
+    def _state(self, inputs: ModelInput) -> BatchReqState:
+        source, count = self._buffers[inputs.buffer_set], inputs.num_reqs
+        as_decode = source.runs_as_decode.np[:count]
+        return BatchReqState(
+            req_ids=inputs.req_ids,
+            num_scheduled_tokens=source.num_scheduled_tokens.np[:count],
+            num_tokens=inputs.num_tokens,
+            num_draft_tokens_np=None,
+            idx_mapping_np=source.rows.np[:count],
+            prefill_len_np=source.prefill_lens.np[:count],
+            num_computed_prefill_tokens_np=source.num_computed_prefill_tokens.np[:count],
+            is_prefilling_np=source.is_prefilling.np[:count],
+            has_prefill=inputs.has_prefill,
+            prefill_runs_as_decode_np=as_decode if inputs.has_prefill else None,
+            decode_graph_eligible=inputs.decode_graph_eligible,
+            max_seq_len_np=None,  # only vLLM's broadcast of tokens looks
+        )
+
+    def _batch(self, inputs: ModelInput, placed: Placed) -> InputBatch:
+        source, count, state = self._buffers[inputs.buffer_set], inputs.num_reqs, inputs.state
+        requests, tokens = len(placed.seq_lens), len(placed.input_ids)
+        return InputBatch(
+            req_ids=inputs.req_ids,
+            num_reqs=count,
+            num_reqs_after_padding=requests,
+            idx_mapping=placed.rows,
+            idx_mapping_np=state.idx_mapping_np,
+            expanded_idx_mapping=placed.rows,
+            expanded_local_pos=self._no_drafts[:count],
+            num_scheduled_tokens=state.num_scheduled_tokens,
+            num_tokens=inputs.num_tokens,
+            num_tokens_after_padding=tokens,
+            num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
+            query_start_loc=placed.query_start_loc,
+            query_start_loc_np=source.starts.np[: requests + 1],
+            seq_lens=placed.seq_lens,
+            seq_lens_cpu_upper_bound=source.lengths.tensor[:requests],
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=source.num_computed_tokens.np[:count],
+            prefill_len_np=state.prefill_len_np,
+            num_computed_prefill_tokens_np=state.num_computed_prefill_tokens_np,
+            is_prefilling_np=state.is_prefilling_np,
+            has_prefill=inputs.has_prefill,
+            decode_graph_eligible=inputs.decode_graph_eligible,
+            prefill_runs_as_decode_np=state.prefill_runs_as_decode_np,
+            input_ids=placed.input_ids,
+            positions=placed.positions,
+            is_padding=placed.is_padding,
+            logits_indices=placed.logits_indices,
+            # Drafts are ours: what of the runner counts rows of logits has no part in them.
+            cu_num_logits=self._one_each_there[: count + 1],
+            cu_num_logits_np=self._one_each[: count + 1],
+            has_structured_output_reqs=inputs.output.has_structured_output_requests,
+            prompt_lens=None,
+        )
+
+    def _postprocess_sampled(
+        self, idx_mapping: torch.Tensor, _: Any, num_sampled: torch.Tensor, *__: Any, **___: Any
+    ) -> None:
+        """vLLM's last stage updates what the model keeps of a request here."""
+        computed = self._runner.req_states.num_computed_tokens.gpu
+        self._runner.model_state.postprocess_state(idx_mapping, num_sampled, computed)
+
+
+class TokenFeedback:
+    """In place of vLLM's ``PPHandler``, in a worker of any stage. The first stage embeds the last
+    token of each decoding request, and some models look at tokens on others too. vLLM's own
+    ``postprocess_sampled`` writes them into the request states. Asked only where vLLM prepares its
+    inputs itself (:class:`sipipe.worker.hooks.preparation.VllmPrepares`)."""
+
+    def __init__(
+        self, max_num_reqs: int, num_speculative_steps: int = 0, device: Any = "cpu", **_: Any
+    ) -> None:
+        assert not num_speculative_steps, "drafts are not the runner's"
+        self.output: SchedulerOutput | None = None
+        """The scheduling output that is about to run; its worker sets it."""
+        self.states: Any = None
+        """vLLM's request states; None where tokens are not needed or are known already."""
+        self._device = device
+        self._ones = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+
+    def get_prev_sampled_outputs(self, *_: Any, **__: Any) -> dict[str, torch.Tensor] | None:
+        """The input token of each request that decodes in this scheduling output."""
+        if self.output is None or self.states is None:
+            return None
+        cached = self.output.scheduled_cached_reqs
+        index, prefill = self.states.req_id_to_index, self.states.prefill_len.np
+        found = [
+            (index[req_id], token_ids[0])
+            # A warm-up brings no tokens: what it runs on is not looked at.
+            for req_id, computed, token_ids in zip(
+                cached.req_ids, cached.num_computed_tokens, cached.new_token_ids, strict=False
+            )
+            if computed >= prefill[index[req_id]]
+        ]
+        if not found:
+            return None
+        table = np.array(found, np.int64).T.copy()
+        rows, tokens = torch_utils.async_tensor_h2d(table, device=self._device)
+        return {
+            "idx_mapping": rows,
+            "sampled_tokens": tokens.unsqueeze(1),
+            "num_sampled": self._ones[: len(found)],
+            "num_rejected": self._zeros[: len(found)],
+        }
+
+    def receive(self, *_: Any, **__: Any) -> bool:
+        """Nothing to wait for, on any stage but the last; False: no request has its token yet."""
+        return False
+
+    def broadcast(self, *_: Any, **__: Any) -> None:
+        """Nothing to send: tokens return by way of the scheduler."""
+
+    def on_req_idx_freed(self, req_idx: int) -> None:
+        """Nothing is kept of a request."""
+
+    def relay_aux_hidden_states(self, _: Any, result: IntermediateTensors) -> IntermediateTensors:
+        """No auxiliary hidden states without speculative decoding."""
+        return result
+
+
+class StandInSampler:
+    """In place of vLLM's ``Sampler`` where CPU samplers draw: nothing is kept of a request."""
+
+    compute_nans = False
+
+    def __init__(self, **_: Any) -> None:
+        self.penalties_state = SimpleNamespace(output_bin_counts=None)
+
+    def add_request(self, *_: Any) -> None:
+        """The samplers are told by the engine."""
+
+    def apply_staged_writes(self) -> None:
+        """Nothing is staged."""
+
+    def __call__(self, logits: torch.Tensor, _: Any) -> None:
+        """Called while memory is profiled: logits being copied to the host are there twice."""
+        torch.empty_like(logits)

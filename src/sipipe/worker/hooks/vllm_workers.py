@@ -1,0 +1,204 @@
+"""SiPipe's worker classes: vLLM's own, in a world of their stage.
+
+They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in what
+stands for parts of its second runner (:mod:`sipipe.worker.hooks.draws`).
+
+Nor does vLLM's CPU build read its cache of compiled models, which it writes at every start: it
+finishes what it loads by a method of its own backend's functions. On CPUs torch's inductor is the
+backend, whose functions need no finishing and lack the method, so each worker would compile anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from contextlib import AbstractContextManager, suppress
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.utils import cpu_resource_utils
+from vllm.v1.worker import gpu_worker
+
+from sipipe.ipc.memory import group_limit, group_used
+from sipipe.messages.stage_place import StagePlace
+from sipipe.worker.hooks.world import stage_world
+
+if TYPE_CHECKING:
+    from sipipe.messages.start_records import WorkerBoot
+    from sipipe.worker.device import Device
+    from sipipe.worker.hooks.preparation import TokenFeedback
+    from sipipe.worker.projection.share import ProjectionShare
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class _StageWorker:
+    """Mixed into a vLLM worker class, before it in the method resolution order."""
+
+    vllm_module: ModuleType
+    """Where vLLM's class is defined."""
+    model_runner: Any
+    place: StagePlace | None = None
+    """Set by the process before ``init_device``; None only in a worker nobody placed."""
+    draws: bool = False
+    """Whether CPU samplers draw the tokens; set with ``place``."""
+    own_sampler: bool = True
+    """Whether a second runner has its own sampler; set with ``place``."""
+    feedback: TokenFeedback | None = None
+    """What brings a second runner its tokens."""
+
+    def init_device(self) -> None:
+        assert self.place is not None, "the process places its worker before init_device"
+        with stage_world(self.place, self.vllm_module), self._stand_ins():
+            super().init_device()  # type: ignore[misc]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._stand_ins():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self.model_runner
+        # Until the links are open: a warm-up's steps.
+        group: Any = get_pp_group()
+        group.receive = lambda: runner.intermediate_tensors.tensors
+        group.send = lambda _: lambda: None
+        from sipipe.worker.hooks.draws import feedback_of
+
+        self.feedback = feedback_of(runner, draws=self.draws)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self.feedback is not None:
+            self.feedback.output = scheduler_output
+        for told in getattr(scheduler_output, "earlier_aux_metadata", ()):
+            self.model_runner.aux_output_connector.begin_step(told)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def parts(self, boot: WorkerBoot) -> tuple[Device, ProjectionShare]:
+        """The loaded stage's device, and what it may take of the output projection."""
+        from sipipe.worker.device import stage_device
+        from sipipe.worker.projection.share import ProjectionShare
+
+        device = stage_device(self.model_runner.device)
+        return device, ProjectionShare(boot, self, device)
+
+    def _stand_ins(self) -> AbstractContextManager[None]:
+        from sipipe.worker.hooks.draws import stand_ins
+
+        return stand_ins(own_sampler=self.own_sampler)
+
+
+class _UntouchedZeros(TorchFunctionMode):
+    """While active, ``torch.zeros`` of many bytes, which is a KV cache, are pages that the kernel
+    gives, with zeros, when each is first used: a start need not write them all."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        size = args[0] if func is torch.zeros and kwargs.get("dtype") is torch.int8 else 0
+        if not isinstance(size, int) or size < 1 << 20:
+            return func(*args, **kwargs)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.int8)
+
+
+class GPUStageWorker(_StageWorker, gpu_worker.Worker):
+    """One tensor-parallel rank of a stage on a CUDA device."""
+
+    vllm_module = gpu_worker
+    reserved = 0
+    """Bytes of the device that links from other stages and a shared projection's part will take."""
+
+    def determine_available_memory(self) -> int:
+        """Without what is reserved; a size that the user gave is left alone."""
+        given = self.cache_config.kv_cache_memory_bytes  # vLLM may set its own of an earlier start
+        available: int = super().determine_available_memory()
+        if given or not self.reserved:
+            return available
+        logger.info(
+            "links from other stages and a shared output projection: %.2f GiB of this GPU, taken "
+            "off the KV cache",
+            self.reserved / 2**30,
+        )
+        return available - self.reserved
+
+
+# Not elsewhere: to import vLLM's CPU worker replaces torch's CUDA streams, events and memory
+# figures by stand-ins, in the whole process.
+if current_platform.is_cpu():
+    from vllm.v1.worker import cpu_worker
+
+    class CPUStageWorker(_StageWorker, cpu_worker.CPUWorker):
+        """One tensor-parallel rank of a stage on CPU cores."""
+
+        vllm_module = cpu_worker
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # As the engine counts (:mod:`sipipe.engine.setup.kv_memory`), or vLLM refuses its size.
+            cpu_resource_utils.get_cgroup_memory_limit = group_limit
+            cpu_resource_utils.get_cgroup_memory_usage = group_used
+            # vLLM 0.33 asks for Triton here, of which the second runner needs the kernels alone.
+            with patch.object(gpu_worker, "HAS_TRITON", True, create=True):
+                super().__init__(*args, **kwargs)
+
+        def init_device(self) -> None:
+            from sipipe.worker.cpu_kernels.launch import install
+
+            install()
+            super().init_device()
+
+        def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+            with _UntouchedZeros():
+                super().initialize_from_config(*args, **kwargs)
+            if self.model_runner.kv_block_zeroer is None:
+                # The scheduler has blocks zeroed once a request has failed.
+                self.model_runner._init_kv_zero_meta()
+
+        def load_model(self, *args: Any, **kwargs: Any) -> None:
+            use_compiled(self.vllm_config)
+            # What vLLM 0.33 compiles before the first request; our kernels need no compiling.
+            self.vllm_config.kernel_config.enable_jit_warmup &= HAS_TRITON
+            super().load_model(*args, **kwargs)
+
+        def _should_warm_up_model(self) -> bool:
+            """Not where a pass of a few tokens loads the compiled model from disk. vLLM's has as many
+            as a batch can, and takes seconds: it also measures memory, where the KV cache has no size.
+            Ranks, which have to do the same, are not asked what each has, nor is an encoder run."""
+            needed: bool = super()._should_warm_up_model()
+            cached = envs.VLLM_USE_AOT_COMPILE and not envs.VLLM_DISABLE_COMPILE_CACHE
+            sized = self.cache_config.kv_cache_memory_bytes is not None
+            alone, runner = get_world_group().world_size == 1, self.model_runner
+            if needed and cached and sized and alone and not runner.supports_mm_inputs:
+                few = patch.object(runner, "max_num_tokens", min(16, runner.max_num_tokens))
+                # Where there is nothing to load, vLLM's own pass compiles.
+                with suppress(Exception), few, patch.object(envs, "VLLM_FORCE_AOT_LOAD", True):
+                    runner.warming_up_model()
+                    return False
+            return needed
+
+
+def use_compiled(config: VllmConfig) -> None:
+    """From now on this process loads what was compiled for this model, these processor features and as
+    many threads. Call once its threads are set. Compiled code has both built in, and torch compares
+    neither, so they become a part of the configuration, from which vLLM names the file."""
+    built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    config.additional_config = {**config.additional_config, "compiled_for": built_for}
+    load = torch.compiler.load_compiled_function
+
+    @functools.wraps(load)
+    def finished(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        function = found._artifacts.compiled_fn
+        if not hasattr(function, "finalize_loading"):
+            function.finalize_loading = lambda _: None
+        return found
+
+    torch.compiler.load_compiled_function = finished

@@ -1,0 +1,165 @@
+"""The rows of the output projection that a rank multiplies by, where it is shared out.
+
+The last stage's ranks offer the rows of their loaded model in shared memory; every rank of every
+stage takes its part of them: on CPUs packed with vLLM's own kernels, on GPUs as it is.
+
+Who runs here: whoever follows BIC-I, in control calls; the thread that multiplies in
+:meth:`ProjectionShard.whole`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from sipipe.errors import ResourceError
+from sipipe.ipc.memory import PAGE, SharedMemory
+from sipipe.messages.measured import Measured
+from sipipe.messages.start_records import ProjectionOffer
+from sipipe.worker.device import Device, seconds
+from sipipe.worker.projection.logits import StageLogits, placed_in
+
+_HOST = torch.device("cpu")
+
+
+class OfferedRows:
+    """A rank's rows of the loaded model's output projection, in memory that other stages can read.
+    ``reason``: why it cannot be shared out; then there is nothing else. ``rows``: as loaded."""
+
+    def __init__(self, stage_logits: StageLogits, hidden: torch.Tensor) -> None:
+        """``hidden``: some rows of hidden states, not all zero, of the model's dtype."""
+        self._memory: SharedMemory | None = None
+        found = _find(stage_logits, hidden)
+        if isinstance(found, str):
+            self.reason = found
+            return
+        self.reason = ""
+        self._module, processor = found
+        start, stop = stage_logits.columns
+        self.rows = weight = self._module.weight.detach()[: stop - start]
+        try:
+            self._memory = SharedMemory.create("projection", PAGE + weight.nbytes)
+        except ResourceError as error:
+            self.reason = str(error)
+            return
+        self.offer = ProjectionOffer(
+            memory=self._memory.endpoint,
+            columns=stage_logits.columns,
+            hidden=weight.shape[1],
+            scale=processor.scale,
+            soft_cap=processor.soft_cap,
+        )
+        _rows(self._memory, self.offer, weight.dtype).copy_(weight)
+
+    def close(self, *, taken: bool = True) -> None:
+        """Every stage has taken its rows, or the last stage keeps them."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None  # the mapping goes with it, and with that memory for all rows
+        if taken and self.rows.is_cpu:
+            # The packed matrix goes. What scores prompts multiplies by the loaded one, more slowly:
+            # packing it again would keep as much memory for good.
+            self._module.cpu_linear = torch.nn.functional.linear
+
+
+def _find(stage_logits: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor] | str:
+    """The module with the matrix and what multiplies by it; or why its rows are not all there is."""
+    if stage_logits.processor is None:
+        return "the model computes its logits in a way of its own"
+    logits, calls = stage_logits.watch(hidden)
+    if len(calls) != 1 or logits is None or len(calls[0].args) < 2:
+        return "the model computes its logits in a way of its own"
+    (module, rows, *bias), kwargs, result = calls[0]
+    if type(getattr(module, "quant_method", None)) is not UnquantizedEmbeddingMethod:
+        return "the output projection is quantized"
+    if any(value is not None for value in [*bias, *kwargs.values()]):
+        return "the output projection has a bias"
+    if not torch.equal(rows, hidden) or not torch.equal(result[:, : logits.shape[1]], logits):
+        return "the model does more to its logits than to project, cap and scale them"
+    start, stop = stage_logits.columns
+    if logits.dtype != hidden.dtype or logits.shape[1] != stop - start:
+        return "the output projection has a type or a size of its own"
+    if module.shard_indices.num_added_elements:
+        return "the model has added vocabulary"
+    if module.tp_size > 1 and stage_logits.shard is None:
+        return "vLLM gathers the model's logits over its tensor-parallel ranks"
+    return module, stage_logits.processor
+
+
+class ProjectionShard:
+    """Some rows of the output projection, multiplied by vLLM's kernels.
+
+    Args:
+        offers: of the last stage's ranks, each with its tokens.
+        start, stop: first token, and the one behind the last; all of one offer.
+        loaded: the last stage's rank's own rows of the loaded model, which need no copy on a GPU.
+    """
+
+    def __init__(
+        self,
+        offers: Sequence[ProjectionOffer],
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device = _HOST,
+        loaded: torch.Tensor | None = None,
+    ) -> None:
+        offer = next(o for o in offers if o.columns[0] <= start and stop <= o.columns[1])
+        memory = SharedMemory.attach(offer.memory)
+        rows = _rows(memory, offer, dtype) if loaded is None else loaded
+        rows = rows[start - offer.columns[0] : stop - offer.columns[0]]
+        self._empty = not len(rows)
+        self._rows = _Rows(rows.to(device, copy=device.type == "cpu"), offer)
+        del rows
+        memory.close()
+
+    def whole(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, H] to [n, columns], perhaps none; ``into`` is as :meth:`StageLogits.compute` has it."""
+        if self._empty:
+            return hidden[:, :0]
+        with placed_in(into, hidden):
+            logits: torch.Tensor = self._rows.project(self._rows, hidden)
+        return logits
+
+
+class _Rows(torch.nn.Module):
+    """What vLLM's ``LogitsProcessor`` wants of an output projection, and the processor."""
+
+    def __init__(self, weight: torch.Tensor, offer: ProjectionOffer) -> None:
+        super().__init__()
+        self.project = LogitsProcessor(len(weight), scale=offer.scale, soft_cap=offer.soft_cap)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.quant_method = UnquantizedEmbeddingMethod()
+        self.tp_size = 1
+        if weight.is_cpu:
+            dispatch_cpu_unquantized_gemm(self, remove_weight=True)
+
+
+def time_parts(
+    vllm_runner: Any, stage_logits: StageLogits | None, sequences: int, device: Device
+) -> Measured:
+    """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
+    the last stage, which has ``stage_logits``, the whole output projection. All stages at once.
+
+    On CPUs of work, not of the clock: the parts stay for the engine's life, and a neighbour that is
+    busy now must not decide them.
+    """
+    config, device = vllm_runner.model_config, device.undisturbed()
+    with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
+        layers = seconds(device, lambda: vllm_runner._dummy_run(sequences, uniform_decode=True))
+        if stage_logits is None:
+            return Measured(layers=layers)
+        hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
+        hidden = hidden.to(vllm_runner.device)
+        projection = seconds(device, lambda: stage_logits.compute(hidden))
+        return Measured(layers=layers, projection=projection)
+
+
+def _rows(memory: SharedMemory, offer: ProjectionOffer, dtype: torch.dtype) -> torch.Tensor:
+    tokens = offer.columns[1] - offer.columns[0]
+    flat = torch.frombuffer(memory.map, dtype=dtype, count=tokens * offer.hidden, offset=PAGE)
+    return flat.view(tokens, offer.hidden)

@@ -1,0 +1,223 @@
+"""Which workers can be forked: those that read nothing else where OpenMP is loaded."""
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from sipipe.cores import Core, plan_cores
+from sipipe.engine.children import forking
+from sipipe.engine.start import server
+from sipipe.ipc.parent import STARTER
+
+SHORTLY = {"GOMP_SPINCOUNT": "10000"}
+LIBGOMP = "/torch/lib/libgomp.so.1"
+
+
+def plan(cores, stages, tp=1, **more):
+    machine = [Core((cpu,)) for cpu in range(cores)]
+    return plan_cores(machine, stages=stages, tensor_parallel=tp, **more)
+
+
+@pytest.mark.parametrize(
+    ("cores", "stages", "tp", "read"),
+    [
+        (2, 2, 1, {"OMP_NUM_THREADS": "1"}),
+        (2, 1, 2, {"OMP_NUM_THREADS": "1"}),
+        (4, 1, 1, {"OMP_NUM_THREADS": "3", "GOMP_CPU_AFFINITY": "0 1 2"} | SHORTLY),
+        (16, 1, 1, {"OMP_NUM_THREADS": "13", "GOMP_CPU_AFFINITY": " ".join(map(str, range(13)))}),
+        (16, 2, 1, {}),  # each has cores of its own
+    ],
+)
+def test_what_all_workers_of_a_plan_read(monkeypatch, cores, stages, tp, read):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert forking._openmp(plan(cores, stages, tp)) == read
+
+
+def test_nothing_is_known_of_unbound_workers():
+    assert forking._openmp(plan(4, 1, placement="off")) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "settings", "stages"),
+    [
+        (["m", "-pp", "2"], {}, 2),
+        (["m", "--pipeline-parallel-size=2", "-tp", "3"], {}, 6),
+        (["m"], {}, 1),
+        (["m", "-pp", "2", "--data-parallel-size", "2"], {}, 2),
+        (["m", "-pp", "two"], {}, 0),
+        (["m", "-pp", "2"], {"cores": {"stages": [[0]]}}, 0),  # refused later, in one line
+    ],
+)
+def test_the_plan_is_made_from_the_command_line(monkeypatch, argv, settings, stages):
+    found = []
+    monkeypatch.setattr(forking, "_openmp", lambda made: found.append(made) or {"A": "1"})
+    monkeypatch.setattr(forking, "this_machine", lambda most: [Core((cpu,)) for cpu in range(8)])
+    assert bool(forking._needed(argv, settings)) is bool(stages)
+    assert sum(len(ranks) for made in found for ranks in made.workers) == stages
+
+
+ONE = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": "x.so"}
+NUMBAS = "llvmlite.binding.ffi"
+MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "wanted", "may"),
+    [
+        (None, ONE, False),
+        (ONE, ONE | {"LD_PRELOAD": f"x.so:{LIBGOMP}", "GOMP_CPU_AFFINITY": "5"}, True),
+        (ONE, ONE | SHORTLY | {"OTHER": "1"}, True),
+        (ONE, ONE | {"LD_PRELOAD": f"x.so:tcmalloc.so:{LIBGOMP}"}, False),
+        (ONE, MORE | {"LD_PRELOAD": "x.so"}, False),
+        (ONE, {"LD_PRELOAD": "x.so"}, False),  # not bound
+        ({"LD_PRELOAD": ""}, {"OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": "5"}, True),
+        ({"LD_PRELOAD": ""}, MORE, False),
+        (MORE, {"OMP_NUM_THREADS": "1"}, True),
+        (MORE, MORE | {"LD_PRELOAD": LIBGOMP}, True),
+        (MORE, MORE | {"GOMP_CPU_AFFINITY": "1 2"}, False),
+        (MORE, MORE | SHORTLY, False),
+        (MORE, MORE | {"OMP_WAIT_POLICY": "active"}, False),
+    ],
+)
+def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wanted, may):
+    monkeypatch.setattr(forking, "_loaded", loaded)
+    monkeypatch.delitem(sys.modules, NUMBAS, raising=False)
+    there = [threading.main_thread()]
+    monkeypatch.setattr(threading, "enumerate", lambda: there)
+    assert forking.may_fork(wanted) is may
+    there.append(threading.Thread(name=STARTER))
+    assert forking.may_fork(wanted) is may, "it sleeps"
+    with monkeypatch.context() as imported:
+        imported.setitem(sys.modules, NUMBAS, sys)
+        assert not forking.may_fork(wanted), "which vLLM's worker stumbles over"
+    there.append(threading.Thread())
+    assert not forking.may_fork(wanted), "which may hold a lock"
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What OpenMP had read where this process was to fork from then on."""
+    found = []
+    monkeypatch.setattr(forking, "_fork_from_here", found.append)
+    monkeypatch.setattr(forking, "_loaded", None)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.delenv(forking.METHOD, raising=False)
+    cpu = type("Vllm", (), {"device": "cpu"})
+    monkeypatch.setattr(forking, "installed_vllm", lambda: cpu)
+    return found
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", forking.METHOD])
+def test_the_users_own_libraries_and_method_are_left_alone(monkeypatch, begun, name):
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setenv(name, "libiomp5.so")
+    before = dict(os.environ)
+    with forking.importing(["m"], {}, 0):
+        assert dict(os.environ) == before
+    assert not begun
+
+
+def test_a_torch_that_was_loaded_before_has_read_what_it_read(begun):
+    import torch  # noqa: F401
+
+    before = dict(os.environ)
+    with forking.importing(["m", "-pp", "2"], {}, 0):
+        assert dict(os.environ) == before
+    assert not begun
+
+
+def test_the_server_forks_its_engine_whatever_its_workers_read(monkeypatch, begun):
+    """Sixteen cores for two stages: each worker is a new interpreter."""
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(forking, "this_machine", lambda most: [Core((cpu,)) for cpu in range(16)])
+    before = dict(os.environ)
+    with forking.importing(["m", "-pp", "2"], {}, 0):
+        assert dict(os.environ) == before
+    assert begun == [forking._read(os.environ) | {"LD_PRELOAD": ""}]
+
+
+ASK = """
+import os, sys, threading
+from sipipe.engine.children import forking
+forking._fork_from_here = lambda loaded: print("forks", loaded)
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # as vLLM's command does
+if sys.argv[1:]:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+forking.fork_of_vllms()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "thread", "forks"),
+    [
+        ({}, False, True),
+        ({"OMP_NUM_THREADS": "8"}, False, True),
+        ({}, True, False),  # it may hold a lock
+        ({forking.METHOD: "spawn"}, False, False),
+        ({"LD_PRELOAD": "libiomp5.so"}, False, False),
+    ],
+)
+def test_vllms_server_forks_but_for_the_users_own(more, thread, forks):
+    environment = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", forking.METHOD)}
+    asked = [sys.executable, "-c", ASK, *["thread"] * thread]
+    done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
+    read = forking._read(environment | more) | {"LD_PRELOAD": ""}
+    assert done.stdout == (f"forks {read}\n" if forks else "")
+
+
+LOOK = """
+import os, sys, threading
+from sipipe.engine.children.forking import look_by_fork
+anew = lambda look: "anew"
+assert look_by_fork(anew, lambda: (os.getppid(), "found")) == (os.getpid(), "found")
+try:
+    look_by_fork(anew, lambda: 1 / 0)
+except RuntimeError as error:
+    print(error)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(look_by_fork(anew, lambda: "found"))
+"""
+
+
+def test_a_class_is_looked_at_by_a_fork_and_an_error_there_is_vllms():
+    """In a process of its own: other tests may have left threads in this one."""
+    looked = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True)
+    assert looked.stdout == "a model's class cannot be imported: its error is above\nanew\n"
+    assert "ZeroDivisionError" in looked.stderr
+
+
+def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert forking.waiting(shared=False) == {}
+    assert forking.waiting(shared=True) == {"GOMP_SPINCOUNT": forking.SPINS}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert forking.waiting(shared=True) == {}, "the user's own wins"
+
+
+def test_ctrl_c_while_vllm_is_imported_ends_the_server_without_a_word(monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    (ours, theirs), kept = socket.socketpair(), []
+    arguments = json.dumps([["MODEL"], {}, 0])
+    monkeypatch.setattr(sys, "argv", ["server", str(theirs.detach()), arguments])
+    monkeypatch.setattr(server, "end_group_with", kept.append)
+    monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server, "importing", interrupted)
+    try:
+        assert server.main() == 130
+    finally:
+        gc.enable()
+        ours.close()
+        kept[0].close()
+    assert capfd.readouterr().err == ""

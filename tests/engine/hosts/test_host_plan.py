@@ -1,0 +1,236 @@
+"""Which host has what, where it listens, and what two hosts say that differ."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from tests.ipc.link.conftest import free_port
+
+from sipipe.config import HostSettings, SiPipeConfig
+from sipipe.engine import pipeline_opener
+from sipipe.engine.hosts import agent, remote
+from sipipe.engine.iteration.telemetry import Figures
+from sipipe.engine.pipeline_opener import make_links
+from sipipe.engine.setup import host_agreement as module
+from sipipe.engine.setup.host_agreement import (
+    check_hosts,
+    check_main_host,
+    control_port,
+    link_port,
+    own_address,
+)
+from sipipe.engine.setup.stages import stages_of_hosts
+from sipipe.engine.start.arguments import use_sipipe
+from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.ipc.connection import Connection
+from sipipe.ipc.errors import PeerDiedError
+from sipipe.observe.live import LivePage, PageHeader
+
+SECRET = "a secret of the tests"
+BOUND = 60.0  # seconds; of a machine at its worst
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts", "counts"),
+    [
+        (2, {"count": 2}, [1, 1]),
+        (5, {"count": 2}, [3, 2]),
+        (4, {"count": 2, "stages": (1, 3)}, [1, 3]),
+        (3, {}, [3]),
+    ],
+)
+def test_stages_follow_one_another(stages, hosts, counts):
+    found = stages_of_hosts(stages, HostSettings(**hosts))
+    assert [len(here) for here in found] == counts
+    assert [stage for here in found for stage in here] == list(range(stages))
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts"),
+    [(1, {"count": 2}), (4, {"count": 2, "stages": (1, 2)}), (4, {"count": 2, "stages": (4,)})],
+)
+def test_a_host_without_a_stage_is_refused(stages, hosts):
+    with pytest.raises(ConfigError, match=r"--nnodes 2 and \d stages .*every host needs a stage"):
+        stages_of_hosts(stages, HostSettings(**hosts))
+
+
+def test_every_connection_has_a_port_of_its_own():
+    hosts = HostSettings(count=3, port=100)
+    setup = SimpleNamespace(stages=6, ranks=2, config=SiPipeConfig(hosts=hosts))
+    control = [control_port(hosts, node) for node in (1, 2)]
+    between = [link_port(setup, rank) for rank in (2, 3, 6, 7)]  # of stages 1 and 3
+    assert [*control, *between] == list(range(100, 106))
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+def test_a_link_between_hosts_has_a_token_where_it_is_not_encrypted(encrypts):
+    hosts = HostSettings(count=2, address="127.0.0.1", encrypt_links=encrypts)
+    setup = SimpleNamespace(stages=3, ranks=2, slots=4, link_tokens=512)
+    setup.config = SiPipeConfig(hosts=hosts)
+    links = make_links(setup, {2: "127.0.0.2"}, "shm", "cpu")
+    assert [link.kind for link in links] == ["shm", "shm", "zeromq", "zeromq"]
+    tokens = [link.token for link in links]
+    assert not any(tokens[:2])
+    assert len(set(tokens[2:])) == (1 if encrypts else 2)
+    assert all(tokens[2:]) != encrypts
+    assert ("not encrypted" in links[2].transport) != encrypts
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "reach", "kind"),
+    [
+        ("auto", True, True, "shm"),
+        ("auto", False, True, "cuda_ipc"),
+        ("auto", False, False, "shm"),
+        ("shm", False, True, "shm"),
+        ("cuda_ipc", False, True, "cuda_ipc"),
+        ("cuda_ipc", False, False, None),
+    ],
+)
+def test_gpus_that_cannot_reach_each_other_hand_over_in_host_memory(
+    monkeypatch, asked, on_cpu, reach, kind
+):
+    """It is known at the start: the first request would find it out."""
+    monkeypatch.setattr(pipeline_opener, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    setup = SimpleNamespace(config=SiPipeConfig(transport=asked))
+    if kind is None:
+        with pytest.raises(UnsupportedError, match=r'"cuda_ipc", and GPUs .* leave it "auto"'):
+            pipeline_opener._transport(setup, reach=reach)
+    else:
+        assert pipeline_opener._transport(setup, reach=reach) == (kind, "cpu" if on_cpu else "cuda")
+
+
+def test_hosts_need_an_address_and_a_secret(monkeypatch):
+    monkeypatch.delenv("SIPIPE_SECRET", raising=False)
+    check_hosts(HostSettings())
+    with pytest.raises(ConfigError, match="--nnodes 2 needs --master-addr"):
+        check_hosts(HostSettings(count=2))
+    with pytest.raises(ConfigError, match="several hosts need a secret"):
+        check_hosts(HostSettings(count=2, address="127.0.0.1"))
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    check_hosts(HostSettings(count=2, address="127.0.0.1"))
+    with pytest.raises(ConfigError, match=r"--master-addr nowhere\.invalid: no such host"):
+        check_hosts(HostSettings(count=2, address="nowhere.invalid"))
+
+
+def test_the_name_of_the_main_host_may_come_after_another_host(monkeypatch):
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    slept = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(slept)), sleep=slept.append)
+    monkeypatch.setattr(module, "time", clock)
+
+    def resolve(*_):
+        if len(slept) < 2:
+            raise ConfigError("no such host")
+        return "192.0.2.1"
+
+    monkeypatch.setattr(module, "resolve", resolve)
+    check_hosts(HostSettings(count=2, address="sipipe-0.sipipe"), node=1)
+    assert len(slept) == 2
+    monkeypatch.setattr(module, "NAME_SECONDS", 1.0)
+    slept.clear()
+    with pytest.raises(ConfigError, match="no such host"):
+        check_hosts(HostSettings(count=2, address="sipipe-0.sipipe"), node=1)
+
+
+def test_the_address_is_the_one_that_the_main_host_is_reached_from(monkeypatch):
+    monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP=""))
+    assert own_address(HostSettings(count=2, address="127.0.0.1")) == "127.0.0.1"
+    monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP="192.0.2.1"))
+    assert own_address(HostSettings(count=2, address="127.0.0.1")) == "192.0.2.1"
+
+
+def test_ports_are_looked_at_before_a_model_is_loaded():
+    port = free_port()
+    check_main_host(HostSettings(count=2, address="127.0.0.1", port=port))
+    with pytest.raises(ConfigError, match=f"port {port} of 192.0.2.1 cannot be listened on"):
+        check_main_host(HostSettings(count=2, address="192.0.2.1", port=port))
+
+
+def test_a_main_host_that_its_own_name_takes_to_itself_is_refused(monkeypatch):
+    """As Debian's installer writes it into /etc/hosts."""
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    monkeypatch.setattr(module, "resolve", lambda *_: "127.0.1.1")
+    with pytest.raises(ConfigError, match=r"--master-addr node0 is 127\.0\.1\.1 on this host"):
+        check_hosts(HostSettings(count=2, address="node0"))
+    check_hosts(HostSettings(count=2, address="127.0.1.1"))
+
+
+def test_flags_and_a_share_of_stages_go_together():
+    given = {"sipipe": {"hosts": {"stages": [3, 1]}, "samplers": 2}}
+    args = SimpleNamespace(distributed_executor_backend=None, additional_config=given)
+    use_sipipe(args, {"hosts": {"count": 2, "address": "a"}})
+    assert args.additional_config["sipipe"] == {
+        "hosts": {"count": 2, "address": "a", "stages": [3, 1]},
+        "samplers": 2,
+    }
+
+
+@contextmanager
+def meeting(monkeypatch, theirs=None, lost=False):
+    """A main host and one that meets it: the main host's side, and what the host's comes to.
+    ``lost``: it has come before, and died before it was looked at."""
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    said = {"SiPipe": "1", "--dtype": "float32"}
+    monkeypatch.setattr(remote, "agreed", lambda _: said)
+    monkeypatch.setattr(agent, "agreed", lambda _: theirs or said)
+    port = free_port()
+    config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2, port=port))
+    cores = SimpleNamespace(samplers=[[0], [1]])
+    setup = SimpleNamespace(config=config, node=1, cores=cores, stages=2)
+    main = remote.RemoteHost(setup, 1, "127.0.0.1")
+    if lost:
+        gone = Connection("127.0.0.1", port, listens=False, who="the main host")
+        assert gone.wait_for_peer(BOUND)
+        gone.close()
+        assert main._connection.wait_for_peer(BOUND)
+    ours = Connection("127.0.0.1", port, listens=False, who="the main host")
+    with ThreadPoolExecutor(1) as pool:
+        yield main, pool.submit(agent._introduce, setup, ours, "127.0.0.1", "the main host")
+    ours.close()
+    main.close()
+
+
+def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_main_host_ended(monkeypatch):
+    deadline = time.monotonic() + BOUND
+    with meeting(monkeypatch, {"SiPipe": "2", "--dtype": "float32"}) as (main, host):
+        what = "does not fit: SiPipe is 1 on the main host and 2 there$"
+        with pytest.raises(ConfigError, match=what):
+            main.meet(deadline)
+        main.close("host 1 does not fit")
+        with pytest.raises(ConfigError, match=r"refused this host: host 1 .* does not fit"):
+            host.result(BOUND)
+    with meeting(monkeypatch) as (main, host):
+        main.meet(deadline)
+        main.close("host 2 did not come")
+        with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
+            host.result(BOUND)
+
+
+def test_a_host_that_dies_while_others_are_awaited_may_come_again(monkeypatch):
+    with meeting(monkeypatch, lost=True) as (main, host):
+        main.meet(time.monotonic() + BOUND)
+        assert main.samplers == 2
+        main.close("the test ends")
+        with pytest.raises(PeerDiedError, match="the test ends"):
+            host.result(BOUND)
+
+
+def test_what_is_forwarded_last_needs_no_figures():
+    """A sampler's end, read when the page of figures has been closed."""
+    figures, ended = object.__new__(Figures), object.__new__(agent.Agent)
+    figures._page, figures._here = LivePage.create(PageHeader(stages=2, samplers=1)), []
+    figures._here.append(("sampler", 0, 0))
+    ended._figures, ended._telling, sent = figures, threading.Lock(), []
+    ended._send = sent.append
+    for open_, count in ((True, 1), (False, 1)):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        ended._send_tokens(0, ours)
+        assert len(sent) == count, open_
+        assert ours.fileno() == -1
+        figures.close()

@@ -1,0 +1,231 @@
+"""How many drafts are scheduled, and how likely they have to be; no engine is started."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from sipipe.engine.iteration.requests import Work
+from sipipe.engine.scheduling import speculation
+from sipipe.engine.scheduling.speculation import (
+    KV_RESERVE,
+    LEAST_WORTH,
+    LENGTHS,
+    MARGIN,
+    UNKNOWN_PRICE,
+    Speculation,
+    fill_in,
+)
+from sipipe.errors import UnsupportedError
+from sipipe.messages.step import Sampled, Step, int32_bytes
+
+
+class Grammar:
+    def __init__(self, text):
+        self.matcher = SimpleNamespace(find_jump_forward_string=lambda: text)
+
+    def is_terminated(self):
+        return False
+
+
+class Scheduler:
+    def __init__(self, *lengths, rows=64, seats=32, waiting=0, usage=0.5, flying=0, later=()):
+        self.running = [self.request(str(i), length) for i, length in enumerate(lengths)]
+        self.requests = {request.request_id: request for request in self.running}
+        self.rows, self.max_num_running_reqs, self.waiting = rows, seats, [None] * waiting
+        self.max_num_scheduled_tokens, self.num_spec_tokens = 1000, 8
+        self.kv_cache_manager = SimpleNamespace(usage=usage)
+        self.tracker = SimpleNamespace(worth=0.1, is_last=lambda number, name: name not in later)
+        self.words = {}
+        live = SimpleNamespace(add=lambda word, by: self.words.update({word.name: by}))
+        self.telemetry = SimpleNamespace(live=live)
+        tokenizer = SimpleNamespace(encode=lambda text, **_: list(map(ord, text)))
+        self.structured_output_manager = SimpleNamespace(tokenizer=tokenizer, reasoner_cls=None)
+        self.told = {}
+        self.iterations = SimpleNamespace(drafts=lambda: flying)
+
+    def request(self, name, length):
+        return SimpleNamespace(
+            request_id=name,
+            spec_token_ids=list(range(length)),
+            max_tokens=100,
+            num_output_tokens=10,
+            structured_output_request=None,
+            status=RequestStatus.RUNNING,
+        )
+
+    def get_request_counts(self):
+        return len(self.running), len(self.waiting)
+
+    def update_draft_token_ids(self, drafts):
+        self.told = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
+
+    @property
+    def lengths(self):
+        return [len(request.spec_token_ids) for request in self.running]
+
+
+def controller(price=None, formed=1):
+    return SimpleNamespace(price=lambda _: price, formed=formed, rows=1.0)
+
+
+def fitted(*lengths, price=None, formed=1, **options):
+    scheduler = Scheduler(*lengths, **options)
+    Speculation(scheduler, controller(price, formed)).fit()
+    return scheduler
+
+
+def test_drafts_have_the_rows_of_requests_that_do_not_run():
+    assert fitted(8, 2, 8, rows=64).lengths == [8, 2, 8]
+    assert fitted(8, 2, 8, rows=17).lengths == [6, 2, 6]
+    assert fitted(8, 2, 8, rows=64, seats=64, waiting=50).lengths == [4, 2, 4], "who may come"
+    assert fitted(8, 2, 8, rows=64, flying=47).lengths == [6, 2, 6], "of those in flight"
+    full = fitted(8, 2, 8, rows=32, seats=32, waiting=50)
+    assert full.lengths == [0, 0, 0]
+    assert full.tracker.worth == 1.0, "none is proposed either"
+
+
+def test_none_are_scheduled_while_the_cache_runs_out_or_behind_the_last_token():
+    assert fitted(8, 8, usage=1.01 - KV_RESERVE).lengths == [0, 0]
+    scheduler = Scheduler(8, 8, 8)
+    for request, left in zip(scheduler.running, (1, 2, 5), strict=True):
+        request.max_tokens = request.num_output_tokens + left
+    Speculation(scheduler, controller()).fit()
+    assert scheduler.lengths == [0, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("running", "formed", "price", "worth"),
+    [
+        (1, 1, None, UNKNOWN_PRICE),
+        (1, 1, 0.2, 0.2 * MARGIN),
+        (8, 2, 0.05, 0.2 * MARGIN),
+        (1, 1, 0.0, LEAST_WORTH),
+        (30, 1, 0.04, 1.2 * MARGIN),
+    ],
+)
+def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
+    scheduler = fitted(*[0] * running, price=price, formed=formed)
+    assert scheduler.tracker.worth == pytest.approx(worth)
+
+
+def taken(scheduler, *, grammar=False, drafts=None, offered=None, told=None, errors=None):
+    tokens = Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, 6, 7]))
+    work = Work(step=Step(0, grammar=grammar), sampled=["0", "0", "0", "1"])
+    iteration = SimpleNamespace(
+        work=work,
+        tokens=[tokens],
+        drafts=drafts or {},
+        errors=errors or {},
+        number=0,
+        output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
+    )
+    Speculation(scheduler, told or controller()).take(iteration)
+
+
+def test_what_samplers_propose_is_the_schedulers_and_counted():
+    scheduler = Scheduler(0, 0)
+    taken(scheduler, drafts={"1": [4, 4]})
+    assert scheduler.told == {"1": [4, 4]}
+    assert scheduler.words == {"DRAFTS": 2, "ACCEPTED": 1, "DRAFTED": 1}
+
+
+def test_a_request_that_fails_takes_no_draft_back():
+    """What was accepted is a counter: Prometheus takes one that falls for a new start."""
+    scheduler = Scheduler(0, 0)
+    taken(scheduler, offered={"0": [5]}, errors={"0": "NaN", "1": "NaN"})
+    assert scheduler.words["ACCEPTED"] >= 0
+
+
+def test_text_without_a_choice_is_drafted_while_it_is_worth_its_rows():
+    """A model may cut it into other tokens; in a full batch rows are dear."""
+    scheduler = Scheduler(0, 0)
+    scheduler.running[1].structured_output_request = SimpleNamespace(grammar=Grammar("ab"))
+    scheduler.tracker.worth = 1.2
+    taken(scheduler, grammar=True)
+    assert not scheduler.told
+    scheduler.tracker.worth = 0.9
+    taken(scheduler, grammar=True)
+    assert scheduler.told == {"1": [97, 98]}
+
+
+def test_a_request_that_was_preempted_meanwhile_gets_no_drafts():
+    """Scheduled once more, it would be drawn for twice before its token is in."""
+    scheduler = Scheduler(0, 0, 0, later=("1",))
+    scheduler.running[2].status = RequestStatus.PREEMPTED
+    taken(scheduler, drafts={"0": [5], "1": [5], "2": [6], "gone": [7]})
+    assert scheduler.told == {"0": [5]}
+
+
+def test_text_without_a_choice_is_drafted_in_its_place():
+    scheduler = Scheduler(0, 0)
+    for request, text in zip(scheduler.running, ("ab", ""), strict=True):
+        request.structured_output_request = SimpleNamespace(grammar=Grammar(text))
+    taken(scheduler, grammar=True, drafts={"0": [1], "1": [2]})
+    assert scheduler.told == {"0": [97, 98], "1": [2]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "lookup"),
+    [({}, (2, 4)), ({"prompt_lookup_max": 3}, (None, 3)), ({"prompt_lookup_min": 5}, (5, None))],
+)
+def test_what_is_not_said_is_filled_in(asked, lookup):
+    given = filled({"method": "ngram", **asked})
+    assert given["num_speculative_tokens"] == 16
+    assert (given.get("prompt_lookup_min"), given.get("prompt_lookup_max")) == lookup
+
+
+def filled(config=None, method=None, model=None, tokens=None):
+    args = SimpleNamespace(speculative_config=config, spec_method=method, spec_model=model)
+    args.spec_tokens = tokens
+    fill_in(args)
+    return args.speculative_config
+
+
+def test_what_is_said_stays():
+    assert filled() is None
+    config = filled({"method": "ngram", "num-speculative-tokens": 3})
+    assert config["num_speculative_tokens"] == 3
+    assert filled(method="ngram")["num_speculative_tokens"] == 16
+    assert "num_speculative_tokens" not in filled(method="ngram", tokens=4), "vLLM has the option"
+    assert filled({"num_speculative_tokens": 2}) == {"num_speculative_tokens": 2} | LENGTHS
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa", "ngram_gpu"])
+def test_other_methods_are_refused_before_their_model_is_looked_for(method):
+    for words in ({"config": {"method": method, "model": "nobody/nothing"}}, {"method": method}):
+        with pytest.raises(UnsupportedError, match=f'^--speculative-config: .*"{method}"') as error:
+            filled(**words)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UnsupportedError, match='"nobody/nothing"'):
+        filled(model="nobody/nothing", tokens=2)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(speculation, "find_spec", lambda _: None)
+    with pytest.raises(UnsupportedError, match="pip install arctic-inference"):
+        filled({"method": "suffix"})
+
+
+def test_a_target_for_the_time_per_token_holds_for_drafts():
+    """A period is 1 ms and 1 ms a row of a microbatch."""
+
+    def most(seconds, running=8):
+        scheduler = Scheduler(*[8] * running, rows=200)
+        told = controller(0.0, formed=2)
+        told.within = lambda seconds, most: min(most, int(1e3 * seconds - 1))
+        Speculation(scheduler, told, seconds).fit()
+        return sum(scheduler.lengths), scheduler.tracker.worth
+
+    assert most(0.0)[0] == 64
+    assert most(9e-3) == (8, LEAST_WORTH), "8 rows, of which 4 are their tokens"
+    assert most(5e-3) == (0, 1.0)
+    assert most(1e-3) == (0, 1.0)
+
+
+def test_the_controller_hears_of_rows():
+    scheduler = Scheduler(0, 0)
+    told = controller()
+    for _ in range(200):
+        taken(scheduler, told=told)
+    assert told.rows == pytest.approx(2.0, rel=0.01)

@@ -1,0 +1,252 @@
+"""How an engine is set up: the GPUs of its workers, and which of vLLM's runners it has."""
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import ParallelConfig
+from vllm.platforms import interface
+from vllm.v1.worker import gpu_worker
+
+from sipipe.config import CorePlacement, SiPipeConfig
+from sipipe.engine import executor, pipeline_opener
+from sipipe.engine.layers.vocabulary import Vocabulary
+from sipipe.engine.setup import decide as deciding
+from sipipe.engine.setup import record as setup
+from sipipe.engine.setup import vllm_config as vllms
+from sipipe.errors import ConfigError
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A host that shows two GPUs."""
+    gpus = SimpleNamespace(is_cpu=lambda: False, get_all_device_numa_nodes=lambda: [1, 0])
+    monkeypatch.setattr(setup, "current_platform", gpus)
+    monkeypatch.setattr(deciding, "current_platform", gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees"),
+    [(None, (2, 1)), ((0, 0), (2, 1)), ((1, 0), (2, 1)), ((0, 1, 0, 1), (2, 2))],
+)
+def test_stages_may_share_gpus(on_gpu, devices, degrees):
+    deciding._check_devices(SiPipeConfig(devices=devices), *degrees)
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees", "word"),
+    [
+        ((0,), (2, 1), "each of the 2 workers"),
+        ((0, 0, 1, 1), (2, 2), "NCCL"),
+        ((3, 1), (2, 1), "shows 2"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees, word):
+    with pytest.raises(ConfigError, match=word) as error:
+        deciding._check_devices(SiPipeConfig(devices=devices), *degrees)
+    assert '"devices"' in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("degrees", [(3, 1), (2, 2)])
+def test_more_workers_than_gpus_are_refused_before_anything_starts(on_gpu, degrees):
+    with pytest.raises(ConfigError, match=r"shows 2: .*CUDA_VISIBLE_DEVICES.*\"devices\"") as error:
+        deciding._check_devices(SiPipeConfig(), *degrees)
+    assert "\n" not in str(error.value)
+
+
+class Cuda(interface.Platform):
+    """What vLLM's CUDA platform says of numbers; the CPU build cannot import it."""
+
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "stages", "replica"),
+    [
+        ("", (3, 1), 4, 0),
+        ("", (0, 0), 4, 0),
+        ("4,5", (1, 0), 4, 0),
+        ("4,5", (0, 0), 4, 0),
+        ("", (3, 1, 0, 2), 2, 1),
+    ],
+)
+def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts_or_of_other_replicas(
+    monkeypatch, visible, devices, stages, replica
+):
+    """Its own lookup, as far as the GPU itself: two stages on this host. Numbers are of the GPUs that
+    are visible."""
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(setup, "current_platform", Cuda)
+    monkeypatch.setattr(deciding, "current_platform", Cuda)
+    monkeypatch.setattr(gpu_worker, "current_platform", Cuda)
+    found = []
+
+    def reached(device):
+        found.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", reached)
+    parallel = ParallelConfig()
+    parallel.pipeline_parallel_size = parallel.world_size = stages
+    parallel.data_parallel_rank_local = replica
+    setup.assign_devices(SimpleNamespace(parallel_config=parallel), devices)
+    for local_rank in range(2):
+        worker = SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cuda"),
+            parallel_config=parallel,
+            local_rank=local_rank,
+        )
+        with pytest.raises(InterruptedError):
+            gpu_worker.Worker.init_device(worker)
+    assert found == [torch.device("cuda", gpu) for gpu in devices[-2:]]
+
+
+def test_cpus_have_no_devices():
+    with pytest.raises(ConfigError, match="runs on CPUs"):
+        deciding._check_devices(SiPipeConfig(devices=(0, 0)), 2, 1)
+    with pytest.raises(ConfigError, match='"transport" is "cuda_ipc"'):
+        deciding._check_devices(SiPipeConfig(transport="cuda_ipc"), 2, 1)
+
+
+def test_nodes_are_vllms_word(on_gpu, monkeypatch):
+    monkeypatch.setattr(deciding, "get_auto_numa_nodes", lambda: [0, 0, 1, 1])
+    assert deciding._nodes((3, 0, 9)) == [1, 0, None]
+    monkeypatch.setattr(deciding, "get_auto_numa_nodes", lambda: None)
+    assert deciding._nodes(range(2)) == [1, 0], "in a container that may not bind memory"
+    deciding.current_platform.get_all_device_numa_nodes = lambda: None
+    assert deciding._nodes(range(2)) == [None, None]
+
+
+def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
+    monkeypatch.setattr(deciding, "get_auto_numa_nodes", lambda: 1 / 0)
+    assert deciding._nodes(range(2)) == [None, None]
+
+
+def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
+    """In a process that vLLM forks: nobody calls the executor that vLLM has not got yet, and Python
+    ends without its own end."""
+    reading, writing = os.pipe()
+
+    pipeline = SimpleNamespace(load=lambda: None, close=lambda: os.write(writing, b"closed"))
+    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
+    monkeypatch.setattr("sipipe.engine.hosts.remote.meet", lambda _: [])
+    bound = SimpleNamespace(cpus=set())
+    told = SimpleNamespace(announced=True)
+    decided = SimpleNamespace(apply=lambda: None, cores=bound, vllm_config=told)
+    monkeypatch.setattr(executor, "decide", lambda _: decided)
+    monkeypatch.setattr(executor, "describe_setup", lambda _: [])
+    monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
+
+    def start():
+        made = executor.Executor.__new__(executor.Executor)
+        made.vllm_config = None
+        made.parallel_config = SimpleNamespace(placement_group=None)
+        made._init_executor()
+        kept.append(made)
+        raise SystemExit(1)
+
+    kept = []
+    core = multiprocessing.get_context("fork").Process(target=start)
+    core.start()
+    core.join(60)
+    os.close(writing)
+    assert os.read(reading, 100) == b"closed"
+    os.close(reading)
+
+
+@pytest.mark.parametrize(
+    ("announced", "replica", "said"), [(False, 0, 2), (False, 1, 2), (True, 0, 0), (True, 1, 2)]
+)
+def test_what_the_user_has_read_in_the_foreground_is_not_said_again(
+    monkeypatch, announced, replica, said
+):
+    """There it is what the first replica does."""
+    logged = []
+    decided = SimpleNamespace(apply=lambda: None, cores=None)
+    decided.vllm_config = SimpleNamespace(announced=announced)
+    monkeypatch.setattr(executor, "decide", lambda _: decided)
+    monkeypatch.setattr(executor, "describe_setup", lambda _: ["a", "b"])
+    monkeypatch.setattr(executor.logger, "info", lambda _, line: logged.append(line))
+    monkeypatch.setattr(executor, "claim", lambda _: 1 / 0)  # what follows
+    made = executor.Executor.__new__(executor.Executor)
+    made.vllm_config = None
+    made.parallel_config = SimpleNamespace(placement_group=None, data_parallel_index=replica)
+    with pytest.raises(ZeroDivisionError):
+        made._init_executor()
+    assert len(logged) == said
+
+
+def test_weights_do_not_change_beside_a_shared_output_projection():
+    made = executor.Executor.__new__(executor.Executor)
+    made._shares = True
+    for method in executor.CHANGE_WEIGHTS:
+        with pytest.raises(ConfigError, match=rf'{method}: .* set "vocabulary": "last"'):
+            made.collective_rpc(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "warned"), [("apply_model", True), (len, True), ("add_lora", False)]
+)
+def test_a_function_may_change_them_and_is_warned_of(monkeypatch, method, warned):
+    made, said = executor.Executor.__new__(executor.Executor), []
+    made._shares, made._started = True, False
+    calls = SimpleNamespace(call=lambda *_: SimpleNamespace(result=lambda _: "done"))
+    monkeypatch.setattr(made, "_usable", lambda: SimpleNamespace(calls=calls), raising=False)
+    monkeypatch.setattr(executor.logger, "warning_once", said.append)
+    assert made.collective_rpc(method) == "done"
+    assert ['"vocabulary": "last"' in text for text in said] == [True] * warned
+
+
+def test_where_vllms_sampler_draws_nothing_is_shared():
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
+    made = setup.Setup(**fields | {"reason": "", "vocabulary": Vocabulary((0.5, 0.5))})
+    fallen = made.on_device("the stage runner does not take it")
+    assert (fallen.vocabulary.parts, fallen.path) == ((), "device")
+    assert made.path == "sipipe"
+
+
+PLACED = CorePlacement(scheduler=(0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "shared", "bound"),
+    [
+        ("EngineCore", "auto", False, True),
+        ("EngineCore", "auto", True, False),
+        ("EngineCore", PLACED, True, True),  # where its user wants it, beside others too
+        ("ForkPoolWorker-1", PLACED, False, False),
+    ],
+)
+def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
+    cores = SimpleNamespace(scheduler=(0,), shared=shared)
+    config, done = SiPipeConfig(cores=asked), []
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    monkeypatch.setattr(setup, "run_soon", lambda: done.append("soon"))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *given: done.append(given))
+    setup.Setup(**fields | {"cores": cores, "config": config}).bind_scheduler(77)
+    of_ours = ["soon"] * (name == "EngineCore")
+    assert done == of_ours + [(0, (0,)), (77, (0,))] * bound
+
+
+def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
+    made = SimpleNamespace(stages=3, ranks=2, slots=4, config=SiPipeConfig(), rows=8)
+    links = pipeline_opener.make_final_links(made, "shm", "cpu")
+    names = [link.name for link in links]
+    assert names == ["final2-0.r0", "final2-0.r1", "final2-1.r0", "final2-1.r1"]
+
+
+def test_a_configuration_that_comes_from_another_process_has_that_one_watched(monkeypatch):
+    watched = []
+    monkeypatch.setattr(vllms, "end_after_starter", lambda: watched.append(True))
+    made = vllms.PipelineVllmConfig.__new__(vllms.PipelineVllmConfig)
+    made.__dict__["additional_config"] = {"kept": 1}
+    assert pickle.loads(pickle.dumps(made)).additional_config == {"kept": 1}
+    assert watched == [True]

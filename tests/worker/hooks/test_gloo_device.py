@@ -1,0 +1,41 @@
+"""Process groups made in a worker share one gloo device, which only this host reaches."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sipipe.worker.hooks.world import one_gloo_device
+
+
+def gloo_threads() -> int:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+def rank_main(rank, store):
+    with one_gloo_device():
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        groups = [dist.new_group([0, 1], backend="gloo") for _ in range(4)]
+    assert gloo_threads() == 1
+    ports = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
+    for number, group in enumerate(groups):
+        value = torch.full((1000,), rank + number, dtype=torch.float32)
+        dist.all_reduce(value, group=group)
+        assert (value == 1 + 2 * number).all()
+    other = dist.new_group([0, 1], backend="gloo")  # outside: torch's own again
+    assert gloo_threads() == 2
+    dist.barrier(other)
+    dist.destroy_process_group()
+
+
+def test_groups_share_a_device(tmp_path):
+    # Not spawned: each would import vLLM for eight seconds.
+    mp.start_processes(rank_main, args=(str(tmp_path / "store"),), nprocs=2, start_method="fork")
