@@ -1,4 +1,4 @@
-"""Whether this machine's CPUs have instructions for bfloat16 and float16, the dtypes of most models."""
+"""Instructions of this machine's CPUs for bfloat16 and float16, the dtypes of most models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _QUICK = {"avx512bw", "avx_ne_convert", "amx_bf16"}
 
 
 def slow(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether oneDNN, by which vLLM's CPU build multiplies, has only its slow way for them: x86 without
-    AVX-512. False where it is not known."""
+    """Say if bfloat16 and float16 are slow here: x86 without AVX-512.
+
+    oneDNN, by which vLLM's CPU build multiplies, then has only its slow way for them. False where it is
+    not known.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     try:

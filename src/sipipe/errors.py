@@ -1,4 +1,4 @@
-"""What SiPipe raises when something outside its own code is at fault, and how a process says it.
+"""Errors that SiPipe raises when something outside its own code is at fault, and their one line.
 
 Every message is one line that names the option, file or process and says what to do. A bug of
 ours is an ``AssertionError`` instead.
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def tell(line: object) -> None:
-    """One line for whoever started this process."""
+    """Write one line for whoever started this process."""
     with suppress(OSError):  # the terminal is closed, or who read the log is gone
         print(f"sipipe: {line}", file=sys.stderr, flush=True)
 
@@ -18,7 +18,7 @@ class SiPipeError(Exception):
     """Base of every error that SiPipe raises for a reason that the user can act on."""
 
     status = 1
-    """What a command ends with. 2: another try with the same options is no use."""
+    """Exit status of a command. 2: another try with the same options is no use."""
 
 
 class ConfigError(SiPipeError, ValueError):
@@ -38,7 +38,7 @@ class ResourceError(SiPipeError):
 
 
 class DamagedError(SiPipeError):
-    """What came from another process cannot be read; names the message."""
+    """A message of another process cannot be read; names the message."""
 
 
 class StallError(SiPipeError, TimeoutError):

@@ -31,7 +31,10 @@ def pidfd_open(pid: int) -> int:
 
 
 def receive_now(descriptor: int, buffer: ctypes.Array[ctypes.c_char]) -> int:
-    """What a socket has: its bytes in ``buffer``; 0 at its end. BlockingIOError: nothing yet. OSError."""
+    """Receive what a socket has into ``buffer``; returns the number of bytes, 0 at the stream's end.
+
+    Raises BlockingIOError: nothing has come yet. OSError: the socket is broken.
+    """
     # wait: none: does not block
     return _checked(_LIBC.recv(descriptor, buffer, len(buffer), _DONTWAIT))
 

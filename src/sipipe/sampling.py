@@ -33,14 +33,15 @@ __all__ = [
 
 Tokens = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
 
-_kept = threading.local()
+_thread = threading.local()
 
 
 def _work(vocab_size: int) -> Work:
     """This thread's work memory, kept from call to call while the vocabulary stays the same."""
-    if getattr(_kept, "vocab_size", None) != vocab_size:
-        _kept.work, _kept.vocab_size = make_work(vocab_size), vocab_size
-    work: Work = _kept.work
+    if getattr(_thread, "vocab_size", None) != vocab_size:
+        _thread.work = make_work(vocab_size)
+        _thread.vocab_size = vocab_size
+    work: Work = _thread.work
     return work
 
 
@@ -63,8 +64,8 @@ def _of_each(params: SequenceParams, batch: int) -> list[SequenceParams]:
     """``params`` for each of ``batch`` sequences, with random numbers of its own."""
     if params.seed is None or params.greedy:
         return [params] * batch
-    own = (derive_seed(params.seed, str(row)) for row in range(1, batch))
-    return [params, *(replace(params, seed=seed) for seed in own)][:batch]
+    seeds = (derive_seed(params.seed, str(row)) for row in range(1, batch))
+    return [params, *(replace(params, seed=seed) for seed in seeds)][:batch]
 
 
 def sample(

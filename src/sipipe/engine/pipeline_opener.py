@@ -22,7 +22,14 @@ from sipipe.engine.setup.host_agreement import link_port
 from sipipe.engine.setup.record import Setup
 from sipipe.engine.setup.sampling_costs import Costs
 from sipipe.errors import UnsupportedError
-from sipipe.messages.calls import Describe, Measure, OpenChannels, Settle, TakeProjection, TimeParts
+from sipipe.messages.calls import (
+    ChooseDrawer,
+    Describe,
+    Measure,
+    OpenChannels,
+    TakeProjection,
+    TimeParts,
+)
 from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers
 from sipipe.messages.link import LinkEndpoint, TransportKind
 from sipipe.messages.measured import MIXES
@@ -151,7 +158,7 @@ class PipelineOpener:
             draws=drawing,
         )
         logger.info("%s", costs)
-        self._calls.ask(Settle(draws=costs.choice), self._seconds)
+        self._calls.ask(ChooseDrawer(draws=costs.choice), self._seconds)
         return costs.choice
 
 

@@ -1,6 +1,7 @@
-"""What the engine asks of its stages, in order with iterations: CONTROL messages of BIC-I.
+"""Questions of the engine to its stages, in order with iterations: CONTROL messages of BIC-I.
 
-What vLLM itself calls (``collective_rpc``) travels likewise, as the name of a method or a function.
+Calls that vLLM itself makes (``collective_rpc``) travel likewise, as the name of a method or a
+function.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,11 @@ class Request(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Describe(Request[StageDescription], frozen=True):
-    """What the engine needs to make a rank's channels; the KV cache is set up by now."""
+    """Say what the engine needs to make a rank's channels. The KV cache is set up by now."""
 
 
 class TimeParts(Request[Measured], frozen=True):
-    """How long the parts of a microbatch of ``sequences`` take, all stages at once."""
+    """Time the parts of a microbatch of ``sequences``, on all stages at once."""
 
     sequences: int
 
@@ -44,20 +45,22 @@ class OpenChannels(Request[None], frozen=True):
     """Open the rank's ends of the links and, where it writes logits, of BIC-L."""
 
     links: Sequence[LinkEndpoint]
-    """By rank of the sender."""
+    """Links by the rank of their sender."""
     finals: Sequence[LinkEndpoint] = ()
-    """From the last stage to each other, where the projection is shared out; by receiver's rank."""
+    """Links from the last stage to each other one, by the rank of their receiver; empty where the output
+    projection is not shared out."""
     logits: Any = None
     """Endpoint of BIC-L; None where no sampler draws."""
 
 
 class Measure(Request[Measured], frozen=True):
-    """How long a microbatch of ``sequences`` takes, drawn on the device and by CPU samplers."""
+    """Time a microbatch of ``sequences``, drawn on the device and by CPU samplers."""
 
     sequences: int
 
 
-class Settle(Request[None], frozen=True):
-    """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
+class ChooseDrawer(Request[None], frozen=True):
+    """Have the tokens drawn as was measured to be quicker. No iteration has run yet."""
 
     draws: str
+    """``"on"``, ``"off"`` or ``"per_row"``, as the setting ``cpu_sampling`` says it."""

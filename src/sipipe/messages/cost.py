@@ -1,4 +1,4 @@
-"""What a sequence costs to sample, so that columns can be shared out among samplers by cost.
+"""Estimated cost of sampling a sequence, by which sequences are shared out among samplers.
 
 Microseconds per 100,000 logits on one core, float32, measured by ``python -m
 benchmarks.sampling`` (which prints this table's entries); only their ratios matter.
@@ -20,7 +20,7 @@ WEIGHTS = {
 
 
 def cost_estimate(params: SequenceParams, vocab_size: int = 128_256) -> float:
-    """Estimated seconds to sample one token of such a sequence; what penalties add is left out."""
+    """Estimate the seconds that one token of such a sequence takes; penalties are left out."""
     if params.greedy:
         unit = WEIGHTS["greedy"]
     elif 0 < params.top_k < vocab_size:
@@ -32,6 +32,6 @@ def cost_estimate(params: SequenceParams, vocab_size: int = 128_256) -> float:
     if params.allowed_token_ids:
         unit += WEIGHTS["mask"]
     if params.logprobs is not None or params.logprob_token_ids:
-        every = params.logprobs == -1 and not params.logprob_token_ids
-        unit += WEIGHTS["all_logprobs" if every else "logprobs"]
+        all_tokens = params.logprobs == -1 and not params.logprob_token_ids
+        unit += WEIGHTS["all_logprobs" if all_tokens else "logprobs"]
     return unit * vocab_size / 100_000 * 1e-6

@@ -8,12 +8,12 @@ _FIELDS = struct.Struct("<BxxxIqqq")
 
 
 class Kind(enum.IntEnum):
-    """What a BIC-I message asks for."""
+    """Kinds of BIC-I messages."""
 
     SCHEDULE = 1
     """One iteration: samplers read a :class:`Step`, workers the scheduling output."""
     GRAMMAR = 2
-    """The structured-output bitmask of an iteration already published: for who draws it."""
+    """The structured-output bitmask of an iteration already published, for whoever draws it."""
     CONTROL = 3
     """A call for the stage workers, in order with the iterations; samplers skip it."""
     PLAN = 4
@@ -22,24 +22,32 @@ class Kind(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """First part of each message. ``number`` is the iteration, or the call of a CONTROL;
-    ``logits_row`` where the iteration's rows of BIC-L begin, -1 if nothing samples, and
-    ``logits_rows`` how many it has."""
+    """First part of each message."""
 
     kind: Kind
     slot: int
     number: int
+    """The iteration, or the call of a CONTROL message."""
     logits_row: int = -1
+    """First row of the iteration in BIC-L; -1 where nothing samples."""
     logits_rows: int = 0
+    """Rows of the iteration in BIC-L."""
 
 
 def encode_header(
     kind: Kind, slot: int, number: int, logits_row: int = -1, logits_rows: int = 0
 ) -> bytes:
+    """Encode a :class:`Header` as bytes of a fixed length."""
     return _FIELDS.pack(kind, slot, number, logits_row, logits_rows)
 
 
 def decode_header(part: memoryview | bytes) -> Header:
-    """The header; struct.error where it is cut off."""
-    kind, *numbers = _FIELDS.unpack(part)
-    return Header(Kind(kind), *numbers)
+    """Decode a header. Raises struct.error where it is cut off."""
+    kind, slot, number, logits_row, logits_rows = _FIELDS.unpack(part)
+    return Header(
+        kind=Kind(kind),
+        slot=slot,
+        number=number,
+        logits_row=logits_row,
+        logits_rows=logits_rows,
+    )

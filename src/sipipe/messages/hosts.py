@@ -1,4 +1,4 @@
-"""What the main host and a host agent say to each other.
+"""Messages between the main host and a host agent.
 
 Pickles travel here, so only a peer that has the secret is listened to (:mod:`sipipe.ipc.secret`).
 """
@@ -12,38 +12,40 @@ from sipipe.messages.calls import Request
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.step import Snapshot
 
-# both ways
+# ---- both ways
 
 
 class End(msgspec.Struct, frozen=True):
     """The engine ends."""
 
     why: str
-    """Empty in good order."""
+    """Reason of the end; empty where the engine was told to end."""
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """What is your wall clock? And the main host's answer."""
+    """A question for the peer's wall clock, and the main host's answer."""
 
     nanoseconds: int = 0
+    """Time since the epoch; 0 in a question."""
 
 
-# from the main host
+# ---- from the main host to an agent
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """This host does not fit."""
+    """The agent's host does not fit into the engine, and ends."""
 
     why: str
+    """The line that its user reads."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What an agent is to do: the answer to its hello."""
+    """The agent's part of the engine: the answer to its :class:`Hello`."""
 
     setup: bytes
     """The main host's ``Setup``, pickled by value."""
     samplers: int
-    """Of the engine."""
+    """Samplers of the whole engine."""
     run: str
     """Names the engine in traces."""
 
@@ -74,6 +76,7 @@ class Publish(msgspec.Struct, frozen=True):
     """A message of BIC-I."""
 
     parts: Sequence[Any]
+    """Bytes-like parts, as the ring takes them."""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -87,28 +90,30 @@ class AskWorkers(msgspec.Struct, frozen=True):
     """Ask the workers what they do."""
 
 
-# from the agent
+# ---- from an agent to the main host
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What an agent says of its host."""
+    """Introduction of an agent: its host and the settings that must agree."""
 
     node: int
     address: str
-    """Where the host before sends hidden states to."""
+    """Address to which the host of the stages before sends hidden states."""
     agreed: dict[str, str]
-    """Versions and settings that must be the main host's."""
+    """Versions and settings, by name, that must equal the main host's."""
     samplers: int
+    """Samplers that this host will start."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The oldest request that was not answered is done, or raised."""
+    """The oldest request without an answer is done, or has raised."""
 
     result: Any
+    """Its answer, or the exception."""
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A child's message."""
+    """A child process of the agent's host has sent a message on its control pipe."""
 
     name: str
     message: Any
@@ -125,8 +130,9 @@ class Tokens(msgspec.Struct, frozen=True):
 
     sampler: int
     data: bytes
-    """Empty: it is gone."""
+    """A piece of the stream; empty: the sampler is gone."""
     figures: bytes
+    """The sampler's part of the page of live figures."""
 
 
 class Successor(msgspec.Struct, frozen=True):

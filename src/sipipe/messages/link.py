@@ -1,4 +1,4 @@
-"""What two stage workers are told of the link between them."""
+"""Description of a link between two stage workers, which both ends get from the engine."""
 
 import dataclasses
 from typing import Literal
@@ -6,12 +6,17 @@ from typing import Literal
 TransportKind = Literal["shm", "cuda_ipc", "zeromq"]
 
 LEAST_TOKENS = 512
-"""Of a buffer, whatever decodes: each piece of a prompt costs a hand-over (some 100 µs)."""
+"""Tokens that a link's buffer has at least, however few sequences decode: each piece of a prompt
+costs a hand-over of some 100 µs."""
 
 
 def buffer_tokens(sequences: int, tokens: int) -> int:
-    """Tokens of a link's buffer, with so many sequences and so many tokens in a microbatch at most:
-    what decodes crosses whole, long prompts in pieces."""
+    """Tokens that a link's buffer has room for: decodes cross whole, long prompts in pieces.
+
+    Args:
+        sequences: sequences of a microbatch at most.
+        tokens: tokens of a microbatch at most.
+    """
     return min(tokens, max(sequences, LEAST_TOKENS))
 
 
@@ -21,21 +26,23 @@ class LinkEndpoint:
 
     kind: TransportKind
     name: str = "link"
-    """For messages, such as ``"stage0-1.r0"``."""
+    """Name in messages, such as ``"stage0-1.r0"``."""
     buffer_tokens: int
-    """Tokens of a buffer; a microbatch with more crosses in pieces (:func:`buffer_tokens`)."""
+    """Tokens that a buffer has room for; a microbatch with more crosses in pieces."""
     depth: int = 3
-    """Buffers: iterations that may be sent and not released; one is received as another is used."""
+    """Number of buffers, and so of iterations that may be sent and not yet released. Two at least: one
+    is received while another is used."""
     stall_timeout: float = 300.0
     """Seconds that a wait takes at most where the call names no bound of its own."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the later stage needs the tensors: in host memory, in place, or on its current GPU
-    (with ``shm`` and ``zeromq`` by way of host memory)."""
+    """Memory in which the later stage needs the tensors: the host's, where they are used in place, or
+    its current GPU's, which ``shm`` and ``zeromq`` reach by way of host memory."""
     address: str = ""
-    """Between hosts: the later stage's, where it listens."""
+    """Address on which the later stage listens, between hosts; empty within a host."""
     port: int = 0
+    """TCP port on which it listens."""
     token: str = ""
-    """Between hosts: what lets the earlier stage in, where hidden states are not encrypted."""
+    """Secret that lets the earlier stage in where hidden states are not encrypted; else empty."""
 
     def __post_init__(self) -> None:
         assert self.buffer_tokens >= 1, self

@@ -1,4 +1,4 @@
-"""What the rows of BIC-L hold: decided by the last stage's ranks, and told to all who read it."""
+"""Shape of the rows of BIC-L: decided by the last stage's ranks, and given to all who read them."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ class LogitsShape(msgspec.Struct, frozen=True):
     """An iteration's array: small, picklable, JSON-able with msgspec."""
 
     vocab: int
-    """V."""
+    """Tokens of the vocabulary, V."""
     dtype: str = "float32"
-    """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
+    """``float32``, ``float16`` or ``bfloat16``. NumPy has no bfloat16: its bits are read as uint16."""
     bounds: tuple[int, ...] = ()
-    """First token of each writer's part, and V at the end; a part may be empty (vLLM pads its
-    vocabulary). Empty: one writer of all."""
+    """First token of each writer's part, and V at the end. A part may be empty, since vLLM pads its
+    vocabulary. An empty tuple: one writer has all."""
 
     def __post_init__(self) -> None:
         assert self.dtype in DTYPES, self
@@ -28,19 +28,22 @@ class LogitsShape(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Writers; each writes its part of the vocabulary."""
+        """Number of writers, each with its part of the vocabulary."""
         return max(1, len(self.bounds) - 1)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from where an iteration may begin to the next such place: whole cache lines."""
+        """Bytes from one place where an iteration may begin to the next: whole cache lines."""
         return -(-self.vocab * np.dtype(DTYPES[self.dtype]).itemsize // 64) * 64
 
     def array(self, memory: memoryview, row: int, batch: int) -> npt.NDArray[Any]:
-        """``[batch, V]``, contiguous, in the rows from ``row`` on."""
-        size, offset = self.vocab * batch, row * self.row_bytes
+        """An iteration's logits ``[batch, V]``, contiguous, a view of the rows from ``row`` on."""
+        size = self.vocab * batch
+        offset = row * self.row_bytes
         return np.frombuffer(memory, DTYPES[self.dtype], size, offset).reshape(batch, self.vocab)
 
     def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
-        """What writer ``rank`` writes of ``array``: ``[batch, its tokens]``."""
-        return array[:, slice(*(self.bounds[rank : rank + 2] or (0, self.vocab)))]
+        """Columns of ``array`` that writer ``rank`` writes: a view ``[batch, its tokens]``."""
+        if not self.bounds:
+            return array
+        return array[:, self.bounds[rank] : self.bounds[rank + 1]]

@@ -1,4 +1,4 @@
-"""What ``"cpu_sampling": "auto"`` measures at start, in workers and samplers."""
+"""Times that ``"cpu_sampling": "auto"`` measures at start, in workers and samplers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,23 +20,23 @@ MIXES: dict[str, dict[str, Any]] = {
 """Ways of sampling by name, from the cheapest to every strategy at once."""
 
 TIMES = 5
-"""How often each thing is measured, after once that does not count; the median is taken."""
+"""Number of measurements, after one that does not count; their median is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds that one microbatch takes a worker."""
+    """Seconds that one microbatch takes in a worker."""
 
     layers: float
-    """Its stage's layers."""
+    """Time of its stage's layers."""
     projection: float = 0.0
-    """Last stage: its columns of the logits."""
+    """Time of its columns of the logits, on the last stage."""
     device: Mapping[str, float] = field(default_factory=dict)
-    """Last stage: the logits, gathered, and vLLM's sampler, for each of :data:`MIXES`."""
+    """Time of gathering the logits and of vLLM's sampler, on the last stage, for each of :data:`MIXES`."""
     plain: Mapping[str, float] = field(default_factory=dict)
-    """Last stage: its columns, gathered, and the kernel that draws rows of no more than a
-    temperature, for each of :data:`MIXES` that is of such rows."""
+    """Time of gathering its columns and of the kernel that draws rows of no more than a temperature, on
+    the last stage, for each of :data:`MIXES` that has such rows."""
     copy: float = 0.0
-    """Its logits into their BIC-L entry, where it writes any."""
+    """Time of copying its logits into BIC-L, where it writes any."""
     copied: int = 0
-    """Bytes of them."""
+    """Bytes of these logits."""

@@ -1,4 +1,4 @@
-"""What a child says to the engine through its control pipe, and the one question it is asked.
+"""Messages of a child to the engine through its control pipe, and the one question that it is asked.
 
 Everything else that an engine tells a running child travels on BIC-I, in order with iterations.
 A child that fails sends the exception itself.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 ASK_STATUS = b"what are you doing"
-"""Sent as it is, not pickled; the answer is a :class:`Status`."""
+"""The question, sent as it is, not pickled. The answer is a :class:`Status`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,15 @@ class Ready:
     """A worker has loaded its model; a sampler has opened its channels."""
 
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a sampler's rows, for each mix, where it was asked to measure."""
+    """Seconds that a sampler's rows took, for each mix of parameters, where it was asked to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the child does at this moment, as the predicate of a sentence."""
+    """The work of a child at this moment."""
 
     doing: str
+    """The predicate of a sentence whose subject is the child, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class Replacing:
-    """Of a sampler that has died: its successor starts. Said by its host."""
+    """The host of a sampler that has died starts its successor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Trying:
     or hangs, the engine knows of which."""
 
     handle: int | None
-    """None: it is done with it."""
+    """The request; None: the sampler is done with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,9 @@ class Reply:
 
     call: int
     value: bytes = b""
-    """The pickled result: one that cannot be read is an error of this call only."""
+    """The result, pickled apart: one that cannot be read is an error of this call only."""
     error: str | None = None
+    """Text of the exception that the call has raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +69,13 @@ class IterationReport:
 
     iteration: int
     output: ModelRunnerOutput | None = None
-    """All of it, where vLLM's sampler draws; None: what follows."""
+    """The whole output, where vLLM's sampler draws; None: the fields below have what there is."""
     prompt_logprobs: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's ``LogprobsTensors`` by request id, of prompts that are complete now."""
     prompt_scores: Mapping[str, Any] = field(default_factory=dict)
-    """The same of ``prompt_logprob_token_ids``, a tensor of each request."""
+    """Logprobs of ``prompt_logprob_token_ids`` of such prompts, one tensor a request."""
     tokens: Sequence[int] = ()
-    """What was drawn on the device, in the order of its rows."""
+    """Tokens drawn on the device, in the order of its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,4 +85,4 @@ class KVReport:
     iteration: int
     rank: int
     output: KVConnectorOutput | None
-    """What was sent, received, failed; None: nothing."""
+    """Blocks that were sent, received, or failed; None: none."""

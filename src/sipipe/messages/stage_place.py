@@ -1,11 +1,11 @@
-"""Where a stage worker stands in the pipeline."""
+"""Place of a stage worker in the pipeline."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """Where a worker stands: stage ``stage`` of ``stages``, tensor-parallel rank ``tp_rank``."""
+    """Place of a worker: stage ``stage`` of ``stages``, tensor-parallel rank ``tp_rank``."""
 
     stage: int
     stages: int
@@ -14,7 +14,7 @@ class StagePlace:
 
     @property
     def rank(self) -> int:
-        """The rank that vLLM gives this worker: stages outside, tensor-parallel ranks inside."""
+        """Rank that vLLM gives this worker: stages outside, tensor-parallel ranks inside."""
         return self.stage * self.tp_size + self.tp_rank
 
     @property
@@ -27,5 +27,5 @@ class StagePlace:
 
     @property
     def name(self) -> str:
-        """How channels and logs name this worker."""
+        """Name of this worker in channels and logs."""
         return f"stage{self.stage}.{self.tp_rank}"

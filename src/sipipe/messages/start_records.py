@@ -1,4 +1,7 @@
-"""What the processes of an engine start from, and what a worker says of itself for its channels."""
+"""Records from which the processes of an engine start, and a worker's description of itself.
+
+The description is what the engine needs to make the worker's channels.
+"""
 
 from __future__ import annotations
 
@@ -15,89 +18,95 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 GRACE_SECONDS = 10.0
-"""How long a worker may take to end by itself before it is told to, and then made to."""
+"""Seconds that a worker has to end by itself before it is signalled, and again before it is killed."""
 
 Path = Literal["sipipe", "device"]
-"""Who draws: SiPipe's samplers, or vLLM's sampler (or pooler) on the last stage's device."""
+"""Drawer of the tokens: SiPipe's samplers, or vLLM's sampler (or pooler) on the last stage's device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What every process of an engine is told of its traces and figures."""
+    """Settings of traces and live figures, the same for every process of an engine."""
 
     stages: int
     inflight: int
     """Microbatches in flight, m."""
     model: str
     run: str
-    """The same in all processes of an engine, different between engines."""
+    """Name of this run of the engine: equal in all its processes, different between engines."""
     trace: str | None = None
+    """Directory of the trace; None: no trace is written."""
     trace_bytes: int | None = None
-    """That the trace of one process may take; None: no limit."""
+    """Bytes that the trace of one process may take; None: no limit."""
     live: str | None = None
+    """Path of the page of live figures; None: there is none."""
     clock_offset_ns: int = 0
-    """What to add to this host's wall clock to have the main host's."""
+    """Nanoseconds to add to this host's wall clock to have the main host's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerBoot:
-    """What a worker process starts from."""
+    """Record from which a worker process starts."""
 
     vllm_config: VllmConfig
     config: SiPipeConfig
     place: StagePlace
     path: Path
     local_rank: int
-    """Among the workers of its host."""
+    """Number of the worker among those of its host."""
     distributed_init_method: str
     watched: Watched
     of_main_thread: bool
-    """Whether the engine's main thread starts it, with which the engine ends."""
+    """True where the engine's main thread starts the worker, so that the worker can end with it."""
     layers: tuple[int, ...]
+    """Decoder layers of each stage."""
     cut_evenly: bool
-    """Whether ``layers`` is what vLLM gives the stages by itself."""
+    """True where ``layers`` is what vLLM gives the stages by itself."""
     parts: tuple[float, ...] = ()
-    """Of the output projection, expected of each stage; empty: it is not to be shared out."""
+    """Share of the output projection that each stage is expected to compute; empty: the last has all."""
     measures: bool = False
-    """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's does."""
+    """True where it is measured on the loaded model whether CPU samplers draw; vLLM's do until then."""
     sampler_kernels: bool = True
-    """Whether the device has the kernels of vLLM's sampler of its second runner."""
+    """True where the device has the kernels of the sampler of vLLM's second runner."""
     rows: int
-    """Of logits that a microbatch has at most."""
+    """Rows of logits that a microbatch has at most."""
     speculates: bool = False
-    """Whether some of them may be behind drafts."""
+    """True where some of these rows may stand behind drafts."""
     cpus: tuple[int, ...] = ()
-    """What a GPU's worker is bound to once warmed up; empty: nothing. vLLM binds a CPU's itself."""
+    """CPUs that a GPU's worker is bound to once it is warmed up; empty: none. On CPUs vLLM binds it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionOffer:
-    """A last stage's rank's rows of the output projection, for other stages to take theirs."""
+    """Rows of the output projection that a rank of the last stage has, for other stages to take some."""
 
     memory: Any
     """Endpoint of the shared memory: rows [tokens, hidden] from its second page on, in the model's dtype."""
     columns: tuple[int, int]
     """The first of the tokens, and the one behind the last."""
     hidden: int
+    """Columns of a row: the model's hidden size."""
     scale: float
+    """Factor of the logits, as vLLM's ``LogitsProcessor`` has it."""
     soft_cap: float | None
+    """Bound that the logits are bent to, as vLLM's ``LogitsProcessor`` has it; None: no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageDescription:
-    """What the engine has to know of a rank to make its channels."""
+    """Facts of a rank that the engine needs to make its channels."""
 
     logits: LogitsShape | None = None
-    """What the stage writes to BIC-L; None on ranks that write no logits."""
+    """Shape of what the rank writes to BIC-L; None where it writes no logits."""
     offer: ProjectionOffer | str = ""
-    """The last stage's rank's, where the output projection is to be shared out; or why not."""
+    """Rows of the output projection that a rank of the last stage offers, or why it cannot; else empty."""
     reaches: bool = True
-    """Whether the rank's GPU can map the memory of the others of its host."""
+    """True where the rank's GPU can map the memory of the other GPUs of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NGramSettings:
-    """How drafts are found in a sequence's own tokens, as vLLM's ``--speculative-config`` has it."""
+    """Settings of drafts found in a sequence's own tokens, as in vLLM's ``--speculative-config``."""
 
     num_speculative_tokens: int
     prompt_lookup_max: int
@@ -106,7 +115,7 @@ class NGramSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixSettings:
-    """How they are found by Arctic Inference's suffix trees, as vLLM has it."""
+    """Settings of drafts found by Arctic Inference's suffix trees, as in vLLM's ``--speculative-config``."""
 
     num_speculative_tokens: int
     suffix_decoding_max_tree_depth: int
@@ -117,29 +126,31 @@ class SuffixSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """What all samplers of an engine are told."""
+    """Settings that all samplers of an engine have."""
 
     vocab_size: int
     logprobs_mode: LogprobsMode
     reasoning: tuple[list[int], list[int], list[int]]
     """Token ids that begin thinking, that are forced to end it, and that a model ends it with."""
     speculation: NGramSettings | SuffixSettings | None = None
-    """How drafts are found; None: there are none."""
+    """Settings of the search for drafts; None: there are no drafts."""
     watched: Watched
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerBoot:
-    """What a sampler process starts from; its end of BIC-O it inherits."""
+    """Record from which a sampler process starts. It inherits its end of BIC-O."""
 
     index: int
     settings: SamplerSettings
     bic_i: Any
+    """Endpoint of BIC-I."""
     bic_l: Any
+    """Endpoint of BIC-L."""
     measure: int = 0
-    """Rows of a microbatch to measure drawing with, before the first one comes."""
+    """Rows of a microbatch with which drawing is measured before the first iteration; 0: it is not."""
     snapshot: Snapshot | None = None
-    """Where the sampler takes the place of one that died: what that one knew and owed."""
+    """Sequences and undrawn iterations of a sampler that died and whose place this one takes."""
 
 
 SPARE = "spare"
@@ -147,5 +158,5 @@ SPARE = "spare"
 
 
 def sampler_name(index: int) -> str:
-    """How channels and logs name a sampler."""
+    """Name of a sampler in channels and logs."""
     return f"sampler{index}"

@@ -1,1 +1,1 @@
-"""What every process records while it runs: traces, live figures, metrics."""
+"""Traces, live figures and metrics: the records that every process keeps while it runs."""

@@ -24,7 +24,7 @@ MAGIC = b"SIPTRACE"
 VERSION = 2
 SUFFIX = ".siptrace"
 OLDER = f".older{SUFFIX}"
-"""Of the file before, where a process has begun another because of its size."""
+"""Ending of the file before, where a process has begun another because of its size."""
 RECORD = np.dtype(
     [
         ("start_ns", "<i8"),
@@ -59,7 +59,7 @@ class TraceError(SiPipeError):
 
 
 class Header(msgspec.Struct, kw_only=True, frozen=True):
-    """Who recorded a file, in which pipeline."""
+    """First part of a file: the process that recorded it, and its pipeline."""
 
     role: str
     """``stage``, ``sampler`` or ``executor``."""
@@ -127,9 +127,9 @@ def read_file(path: Path) -> tuple[Header, np.ndarray, str]:
         raise TraceError(f"{path}: the header is damaged or cut off, left out")
     if header.role not in ROLES:
         raise TraceError(f"{path}: unknown role {header.role!r}, left out")
-    count, rest = divmod(len(data) - size, RECORD.itemsize)
+    count, remainder = divmod(len(data) - size, RECORD.itemsize)
     records = np.frombuffer(data, RECORD, count, size)
-    warning = f"{path}: cut off in the middle of a record, the rest is used" if rest else ""
+    warning = f"{path}: cut off in the middle of a record, the rest is used" if remainder else ""
     good = (
         (records["start_ns"] >= header.monotonic_ns - _LONGEST_NS)
         & (records["start_ns"] <= records["end_ns"])

@@ -39,7 +39,8 @@ from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
 MAGIC = b"SIPLIVE3"
 """The digit is the layout's: ``sipipe top`` of another version finds no page."""
-_HEADER, _BLOCK = 2048, 512
+_HEADER = 2048
+_BLOCK = 512
 _WORDS = _BLOCK // 8
 _NAME = "sipipe-live"
 RUN_VARIABLE = "SIPIPE_RUN"
@@ -190,7 +191,7 @@ class LivePage:
         return LiveWriter(self, role, index, rank)
 
     def alive(self) -> bool:
-        """Whether the owner still runs and has not closed the page."""
+        """Say if the owner still runs and has not closed the page."""
         return bytes(self._memory[:8]) == MAGIC and Path(f"/proc/{self.header.pid}").exists()
 
     def close(self) -> None:
@@ -206,8 +207,11 @@ class LivePage:
 
 
 # Plain integers: arithmetic with enum members costs several times as much.
-_BATCHES, _SEQUENCES, _TOKENS = int(Word.BATCHES), int(Word.SEQUENCES), int(Word.TOKENS)
-_PHASE_LAST, _PHASE_NS = int(Word.PHASE_LAST), int(Word.PHASE_NS)
+_BATCHES = int(Word.BATCHES)
+_SEQUENCES = int(Word.SEQUENCES)
+_TOKENS = int(Word.TOKENS)
+_PHASE_LAST = int(Word.PHASE_LAST)
+_PHASE_NS = int(Word.PHASE_NS)
 
 
 class LiveWriter:
@@ -241,20 +245,20 @@ class LiveWriter:
 def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
     """The pages of running servers of this user: all, those of a run, or of one process's server.
     ``pid`` may be the executor's or any of its ancestors (the API server's, the shell's child)."""
-    found: dict[tuple[int, int], LivePage] = {}
+    pages: dict[tuple[int, int], LivePage] = {}
     for process in psutil.pids():
         for page in _pages_of(process):
             key = (page.header.pid, page.header.created_ns)
             if (
-                key in found
+                key in pages
                 or page.header.pid != process
                 or (run is not None and page.header.run != run)
                 or (pid is not None and pid not in _line(page.header.pid))
             ):
                 page.close()
             else:
-                found[key] = page
-    return sorted(found.values(), key=lambda page: (page.header.created_ns, page.header.pid))
+                pages[key] = page
+    return sorted(pages.values(), key=lambda page: (page.header.created_ns, page.header.pid))
 
 
 def _pages_of(process: int) -> Iterator[LivePage]:

@@ -26,7 +26,7 @@ from sipipe.observe.poll import Block, Poll
 
 Labels = tuple[tuple[str, str], ...]
 Values = Mapping[str, float]
-"""What a metric says of one process, by the value of the metric's own label."""
+"""Values of a metric for one process, by the value of the metric's own label."""
 
 INTERVAL = 1.0
 """Seconds between two publications to files."""
@@ -53,7 +53,8 @@ def _busy(block: Block) -> Values:
     return {"": block.busy_ns / 1e9}
 
 
-_gauge, _counter = partial(Metric, "gauge"), partial(Metric, "counter")
+_gauge = partial(Metric, "gauge")
+_counter = partial(Metric, "counter")
 
 METRICS: dict[str, Metric] = {
     "sipipe_info": _gauge("executor", lambda _: {"": 1.0}, "Versions, who draws, and why"),
@@ -87,7 +88,7 @@ METRICS: dict[str, Metric] = {
         "executor", Word.RESTARTS, "Processes that died and were started again"
     ),
 }
-"""By name, to which ``_total`` is added when a counter is shown."""
+"""All metrics by name, to which ``_total`` is added when a counter is shown."""
 
 
 def samples(poll: Poll) -> Iterator[tuple[str, Labels, float]]:
@@ -101,8 +102,12 @@ def samples(poll: Poll) -> Iterator[tuple[str, Labels, float]]:
                 continue  # the engine starts
             labels: Labels = (("engine", header.engine), *_labels(block, metric))
             if name == "sipipe_info":
-                told = ("vllm", header.vllm), ("path", header.path), ("reason", header.reason)
-                labels += (("version", __version__), *told)
+                labels += (
+                    ("version", __version__),
+                    ("vllm", header.vllm),
+                    ("path", header.path),
+                    ("reason", header.reason),
+                )
             for which, value in metric.values(block).items():
                 yield name, (*labels, (metric.label, which)) if which else labels, value
 
@@ -114,12 +119,14 @@ def _labels(block: Block, metric: Metric) -> Labels:
         return (("process", block.role + number),)
     if block.role == "executor":
         return ()
-    own = block.role, str(block.index)
-    return (own, ("rank", str(block.rank))) if block.role == "stage" else (own,)
+    index = (block.role, str(block.index))
+    if block.role == "stage":
+        return (index, ("rank", str(block.rank)))
+    return (index,)
 
 
 class Collector:
-    """What prometheus_client asks at each scrape."""
+    """The collector that prometheus_client asks at each scrape."""
 
     def __init__(self) -> None:
         self._polls: list[Poll] = []
@@ -200,7 +207,8 @@ class Publisher:
         from prometheus_client import Counter, Gauge
 
         if name not in self._metrics:
-            metric, names = METRICS[name], [label for label, _ in labels]
+            metric = METRICS[name]
+            names = [label for label, _ in labels]
             gauge = partial(Gauge, multiprocess_mode="livemostrecent")
             make: Any = gauge if metric.kind == "gauge" else Counter
             self._metrics[name] = make(name, metric.help, names)

@@ -11,8 +11,10 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Phase(IntEnum):
-    """What a process did between two instants, for one iteration. The number is what is stored in a
-    trace file: members may be added, never renumbered."""
+    """Work of a process between two instants, for one iteration.
+
+    Trace files store the number: members may be added, never renumbered.
+    """
 
     SCHEDULE = 0
     """Executor: vLLM's scheduler made the scheduling output."""

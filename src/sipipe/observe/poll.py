@@ -28,13 +28,13 @@ class Block:
     words: list[int]
     """Indexed with :class:`Word`, as they are now."""
     grown: list[int]
-    """By how much each has grown since the poll before."""
+    """Growth of each of ``words`` since the poll before."""
     span_ns: int
-    """How long ago that was."""
+    """Nanoseconds since the poll before."""
     idle_ns: int
-    """Executor: time without any request, that which goes on included; else 0."""
+    """Nanoseconds in which the executor had no request, the span that goes on included; else 0."""
     queues: dict[str, int]
-    """What waits for the process, by name of the queue.
+    """Number of iterations that wait for the process, by name of the queue.
 
     Stages: ``scheduling`` (scheduling outputs not yet prepared), ``inputs`` (microbatches prepared
     and not yet run), ``hidden_states`` (sent by the stage before and not yet run). Samplers:
@@ -85,15 +85,28 @@ class Poll:
         """The blocks of all processes: executor, stages, samplers."""
         now = time.monotonic_ns()
         words = {key: self.page.block(key).tolist() for key in self.page.blocks}
-        span, before = max(1, now - self._then), self._last
-        self._last, self._then = words, now
-        found = []
+        span = max(1, now - self._then)
+        before = self._last
+        self._last = words
+        self._then = now
+        blocks = []
         for key, new in words.items():
+            role, index, rank = key
             old = before.get(key, [0] * len(new))
             grown = [a - b for a, b in zip(new, old, strict=True)]
-            idle = self._idle(new, now) if key[0] == "executor" else 0
-            found.append(Block(*key, new, grown, span, idle, self._queues(words, *key)))
-        return found
+            blocks.append(
+                Block(
+                    role=role,
+                    index=index,
+                    rank=rank,
+                    words=new,
+                    grown=grown,
+                    span_ns=span,
+                    idle_ns=self._idle(new, now) if role == "executor" else 0,
+                    queues=self._queues(words, role, index, rank),
+                )
+            )
+        return blocks
 
     def _idle(self, words: list[int], now: int) -> int:
         """Never less than at the poll before: when a request comes, what went on until then is over
@@ -113,7 +126,8 @@ class Poll:
         # Of a host without the engine nothing is in the executor's block.
         dispatched = last(Phase.DISPATCH, "executor", 0, 0)
         if role == "stage":
-            prepared, run = last(Phase.PREPARE), last(Phase.FORWARD)
+            prepared = last(Phase.PREPARE)
+            run = last(Phase.FORWARD)
             waiting["scheduling"] = dispatched - prepared
             # What is planned waits for its tokens, and not for the device.
             waiting["inputs"] = min(prepared, dispatched or prepared) - run

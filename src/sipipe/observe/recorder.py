@@ -75,7 +75,8 @@ class Recorder:
         self._over = path is None  # no file, closed, or the disk is full
         if path is None:
             return
-        self._header, self._limit = header, limit
+        self._header = header
+        self._limit = limit
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._begin(path)
@@ -154,7 +155,8 @@ class Recorder:
         assert self._path is not None
         self._path.rename(self._path.with_suffix(OLDER))
         self._header = msgspec.structs.replace(self._header, since_ns=time.monotonic_ns())
-        full, self._descriptor = self._descriptor, self._begin(self._path)
+        full = self._descriptor
+        self._descriptor = self._begin(self._path)
         os.close(full)
 
     def _run(self) -> None:
@@ -164,7 +166,8 @@ class Recorder:
 
     def _spill(self) -> None:
         data = [self._records.popleft() for _ in range(len(self._records))]
-        now, cpu = time.monotonic_ns(), time.process_time_ns()
+        now = time.monotonic_ns()
+        cpu = time.process_time_ns()
         if lost := self._dropped - self._reported:
             self._reported += lost
             data.append(PACK.pack(now, now, min(lost, _LIMIT), 0, 0, DROPPED, 0, 0))
@@ -228,7 +231,8 @@ def open_recorder(
         realtime_ns=time.time_ns() + header.realtime_ns,
     )
     stem = f"{header.role}-{header.index}-{header.rank}-{header.host}-{header.pid}"
-    path, again = Path(directory) / f"{stem}{SUFFIX}", 0
+    path = Path(directory) / f"{stem}{SUFFIX}"
+    again = 0
     while path.exists():  # the same process opened one before, or a reused process id
         again += 1
         path = path.with_name(f"{stem}-{again}{SUFFIX}")

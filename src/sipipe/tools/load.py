@@ -80,7 +80,9 @@ def run(job: Job) -> dict[str, Any]:
     what is 0) what :meth:`_Client.run` returns, one a repetition.
     """
     began = time.monotonic()
-    server, url, log = None, job.url, None
+    server = None
+    url = job.url
+    log = None
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     if direct != "*":  # no proxy reaches a server here
         direct = f"{direct},127.0.0.1,localhost".lstrip(",")

@@ -88,7 +88,8 @@ def _unpack(source: Path, directory: Path) -> None:
             'make-model: transformers is too old: pip install "transformers>=5.17"'
         ) from None
 
-    file, unpacked = {"gguf_file": source.name}, GgufConfig(dequantize=True)
+    file = {"gguf_file": source.name}
+    unpacked = GgufConfig(dequantize=True)
     # transformers reads the file for each part, and shows bars whatever it is told.
     once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     with patch.dict(vars(gguf), once), redirect_stderr(io.StringIO()):

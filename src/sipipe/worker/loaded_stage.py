@@ -92,7 +92,7 @@ class LoadedStage:
                 return self.open(request)
             case calls.Measure(sequences=sequences):
                 return self._measure(sequences)
-            case calls.Settle(draws=draws):
+            case calls.ChooseDrawer(draws=draws):
                 return self._settle(draws)
         raise AssertionError(f"nobody answers {request}")
 

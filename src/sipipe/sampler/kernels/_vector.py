@@ -66,7 +66,8 @@ def operation(returned: Any, *takes: Any, inline: bool = False) -> Callable[[Any
 
     def make(build: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            values, element = [], None
+            values = []
+            element = None
             for kind, argument in zip(signature.args, arguments, strict=True):
                 if isinstance(kind, types.Array):
                     element = element or kind.dtype
@@ -100,7 +101,8 @@ def operation(returned: Any, *takes: Any, inline: bool = False) -> Callable[[Any
         shown = inspect.signature(build)
         parameters = list(shown.parameters.values())[1:]  # the first stands for Numba's context
         type_call.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
-        type_call.__name__, type_call.__doc__ = build.__name__, build.__doc__
+        type_call.__name__ = build.__name__
+        type_call.__doc__ = build.__doc__
         return intrinsic(type_call)
 
     return make

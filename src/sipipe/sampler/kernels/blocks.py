@@ -20,7 +20,8 @@ ACCUMULATORS = 4  # independent chains, so that latency does not bound a pass
 _AHEAD = {16: (16384, 64), 32: (8192, 128)}
 """By bits of a logit: how far ahead the first pass reads, and every which byte; as measured."""
 
-_REAL, _INT = types.float32, types.intp
+_REAL = types.float32
+_INT = types.intp
 
 
 def offset_of(builder: Any, start: Any, vector: int) -> Any:
@@ -130,7 +131,9 @@ def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: 
     for v, mask in enumerate(masks):
         stored = _load_wide(builder, x, start, v)
         loaded.append(stored if mask is None else builder.select(mask, bits(0xFF80), stored))
-    signed, least, most = over_all("smax"), over_all("umin"), over_all("umax")
+    signed = over_all("smax")
+    least = over_all("umin")
+    most = over_all("umax")
     nan = builder.or_(
         builder.icmp_signed(">", signed, bits(0x7F80)),
         builder.icmp_unsigned(">", most, bits(0xFF80)),

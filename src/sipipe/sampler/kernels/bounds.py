@@ -20,12 +20,14 @@ ROUNDING = 1.0 - 2.0**-16
 """What the bound may fall short of a weight by: the product is rounded to 2 ** -17 of itself."""
 UNIT = 2.0**23
 
-_REAL, _INT = types.float32, types.intp
+_REAL = types.float32
+_INT = types.intp
 _SPLIT = types.Tuple((_REAL, _REAL))
 
 
 def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
-    one, zero = vec.constant(vec.VF, 127 * UNIT), vec.constant(vec.VF, 0.0)
+    one = vec.constant(vec.VF, 127 * UNIT)
+    zero = vec.constant(vec.VF, 0.0)
     bits = vec.multiply_add(builder, builder.fsub(value, top), slope, one)
     return builder.bitcast(builder.fptosi(vec.maximum(builder, bits, zero), vec.VI), vec.VF)
 
@@ -51,10 +53,12 @@ def _split(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, value: Any, least: Any,
     weigh: Any,
 ) -> Any:  # fmt: skip
-    value, least = vec.splat(builder, value, vec.VF), vec.splat(builder, least, vec.VF)
+    value = vec.splat(builder, value, vec.VF)
+    least = vec.splat(builder, least, vec.VF)
 
     def parts(masks: list[Any]) -> Any:
-        reaching, rest = Sums(builder), Sums(builder)
+        reaching = Sums(builder)
+        rest = Sums(builder)
         for v, logit in enumerate(vectors_of(builder, x, start, kind)):
             kept = builder.fcmp_ordered(">=", logit, least)
             if masks[v] is not None:
@@ -75,7 +79,8 @@ def block_split(
 ) -> Any:  # fmt: skip
     """(sum of the bounds where x >= ``value``, sum of the others). Over what is not masked of a
     block and reaches ``least``. Nothing is above ``top``."""
-    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
+    top = vec.splat(builder, top, vec.VF)
+    slope = vec.splat(builder, slope, vec.VF)
     weigh = lambda logit: _bound(builder, logit, top, slope)  # noqa: E731
     return _split(builder, kind, x, start, mask, word, value, least, weigh)
 

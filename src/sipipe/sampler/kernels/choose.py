@@ -68,7 +68,9 @@ def _keep_from(count: Any, cut: Any, cut_id: Any, work: Any) -> Any:
 @kernel
 def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     """Filter and draw among few candidates, which are left sorted, most likely first."""
-    k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
+    k = filters.top_k
+    min_p = filters.min_p
+    top_p = filters.top_p
     for i in range(count):
         work.keys[i] = order.key_of(work.values[i], work.ids[i])
     order.sort_keys(count, False, work)
@@ -113,13 +115,16 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
 @kernel
 def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) -> Any:
     """Filter and draw among many candidates, whose largest is ``high``."""
-    k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
+    k = filters.top_k
+    min_p = filters.min_p
+    top_p = filters.top_p
     if min_p > 0.0:
         count = order.keep_at_least(count, np.float64(high) + math.log(min_p), work)
     if 0 < k < count:
         count = order.keep_largest(count, k, work)
     total = scan.candidate_weights(count, high, np.float32(scan.LOG2E), work)
-    cut, cut_id = scan.NEG_INF, np.int64(0)
+    cut = scan.NEG_INF
+    cut_id = np.int64(0)
     if top_p < 1.0:
         cut, cut_id = top_p_cut(count, high, scan.NEG_INF, top_p * total, 1.0, work)
     token, total = draw_candidates(count, cut, cut_id, filters, work)
@@ -171,8 +176,10 @@ def choose(
     """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``.
     Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered. Where no
     attempt takes one, or the list ends before it by rounding, it is drawn from what is filtered."""
-    k, top_p = filters.top_k, filters.top_p
-    token, least = np.int64(-1), scan.LOWEST
+    k = filters.top_k
+    top_p = filters.top_p
+    token = np.int64(-1)
+    least = scan.LOWEST
     if from_row:
         least = _least_of_min_p(top, filters)
         from_row = filters.min_p == 0.0 or _groups_reach(x, least, work)

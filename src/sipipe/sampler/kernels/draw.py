@@ -33,7 +33,9 @@ from sipipe.sampler.kernels.lists import list_mass
 from sipipe.sampler.kernels.philox import uniform, uniforms
 from sipipe.sampler.kernels.scan import LOWEST, is_masked, positions_between
 
-_ALL, _REACHING, _OTHERS = 0, 1, 2
+_ALL = 0
+_REACHING = 1
+_OTHERS = 2
 SHARE = 32
 """Where a filter keeps less than 1 / SHARE, what may be kept is narrowed down before a draw."""
 ATTEMPTS = 65536
@@ -139,7 +141,8 @@ def _passing(values: Any, first: Any, step: Any, count: Any, target: Any) -> Any
     for i in range(count):
         mass = np.float64(values[first + i * step])
         if mass > 0.0:
-            chosen, reached = i, before
+            chosen = i
+            reached = before
             before += mass
             if before > target:
                 break
@@ -254,7 +257,8 @@ def _in_top_p(
     if mass == 0.0:
         others = _split(x, _OTHERS, value, token, least, top, slope, False, edited, work)
         mass = before + rest + others[1]
-    rest, rounding = mass - before, mass * 1e-6
+    rest = mass - before
+    rounding = mass * 1e-6
     if share * before < top_p * (rest / LARGEST_RATIO - rounding):
         return True, mass
     if share * before / LARGEST_RATIO >= top_p * (rest / ROUNDING + rounding):
@@ -273,7 +277,8 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
     of_row = ((x.size + 255) >> 8) << 5
     mass = 0.0  # the sum of the row's bounds, once it is taken
     # Tokens up to (low, low_id), in the order of logits and then ids, are known not to be kept.
-    low, low_id = least, np.int64(-1)
+    low = least
+    low_id = np.int64(-1)
     proposed = total
     few = filters.top_k == 0 and filters.top_p * SHARE < 1.0
     if few:
@@ -290,9 +295,11 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
         at = ((group >> 5) << 8) + (place << 5) + (group & 31)
         if group >= of_row:
             at -= of_row << 3
-            token, value = np.int64(work.edited_ids[at]), work.edited[at]
+            token = np.int64(work.edited_ids[at])
+            value = work.edited[at]
         elif at < x.size and not is_masked(at, work):
-            token, value = np.int64(at), element(x, at)
+            token = np.int64(at)
+            value = element(x, at)
         else:
             continue
         if value < low or (value == low and token <= low_id):
@@ -307,7 +314,8 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
             if scan.count_at_least(x, larger, edited, work) >= filters.top_k:
                 continue
         elif filters.top_p < 1.0:
-            low, low_id = value, token
+            low = value
+            low_id = token
             kept, mass = _in_top_p(
                 x, value, token, least, top, slope, end, total, mass, filters.top_p, edited, work
             )

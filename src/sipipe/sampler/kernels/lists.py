@@ -12,7 +12,8 @@ from sipipe.sampler.kernels import _vector as vec
 from sipipe.sampler.kernels._vector import ARRAY, operation
 from sipipe.sampler.kernels.blocks import Sums, consecutive, offset_of, vectors_of
 
-_REAL, _INT = types.float32, types.intp
+_REAL = types.float32
+_INT = types.intp
 
 
 @operation(types.Tuple((_REAL, types.int64)), ARRAY, ARRAY, _INT, _REAL)
@@ -63,7 +64,8 @@ def list_penalize(
     repetition, inverse, frequency, presence = (
         vec.splat(builder, scalar, vec.VF) for scalar in (repetition, inverse, frequency, presence)
     )
-    zero, none = vec.constant(vec.VF, 0.0), vec.constant(vec.VI, 0)
+    zero = vec.constant(vec.VF, 0.0)
+    none = vec.constant(vec.VI, 0)
     for v, logit in enumerate(vectors_of(builder, values, start, kind)):
         positive = builder.fcmp_ordered(">", logit, zero)
         value = builder.fmul(logit, builder.select(positive, inverse, repetition))

@@ -57,7 +57,8 @@ def mask_no_numbers(x: Any, work: Any) -> None:
 @kernel
 def _mask_not_allowed(i: Any, options: Any, work: Any) -> None:
     """Mask all but the allowed tokens of call row ``i``, if it has any."""
-    at, last = options.allowed.offsets[i], options.allowed.offsets[i + 1]
+    at = options.allowed.offsets[i]
+    last = options.allowed.offsets[i + 1]
     for w in range(last - at):
         work.mask[w] |= ~np.uint32(options.allowed.values[at + w])
 
@@ -119,7 +120,8 @@ def _mask_edited(i: Any, biased: Any, request: Any, state: Any, options: Any, wo
 @kernel
 def _list_seen(x: Any, request: Any, state: Any, work: Any) -> Any:
     """List the seen tokens with the row's logits, -inf for what the request rules out; how many."""
-    first, seen = state.seen.start[request], state.seen.used[request]
+    first = state.seen.start[request]
+    seen = state.seen.used[request]
     for s in range(seen):
         token = state.seen.tokens[first + s]
         value = element(x, token)
@@ -148,7 +150,8 @@ def _add_biases(biased: Any, request: Any, state: Any, options: Any, work: Any) 
 @kernel
 def _penalize(seen: Any, request: Any, state: Any, work: Any) -> None:
     """Penalize the listed tokens, all of them seen, in vector code."""
-    first, repetition = state.seen.start[request], state.repetition_penalty[request]
+    first = state.seen.start[request]
+    repetition = state.repetition_penalty[request]
     for start in range(0, seen, 256):
         list_penalize(
             work.edited, start, state.seen.counts, first + start,

@@ -110,7 +110,9 @@ def _look_up(all_: Any, one: Any, size: Any, shortest: Any, longest: Any) -> tup
     """The length of the longest n-gram that came before as the sequence ends with ``size`` tokens,
     0: none; and what is behind the last of them."""
     start = all_.start[one]
-    tokens, best, found = all_.tokens, np.int64(0), np.int64(0)
+    tokens = all_.tokens
+    best = np.int64(0)
+    found = np.int64(0)
     end = np.int64(all_.heads[_head(all_, one, size, shortest)])
     for _ in range(LOOKS):
         if end <= 0:
@@ -122,7 +124,8 @@ def _look_up(all_: Any, one: Any, size: Any, shortest: Any, longest: Any) -> tup
         ):
             length += 1
         if length > best:
-            best, found = length, end
+            best = length
+            found = end
             if length == longest:
                 break
         end = np.int64(all_.before[start + end])
@@ -153,21 +156,25 @@ def propose_all(
         one = which[i]
         if i + 1 < which.size and which[i + 1] == one:
             continue
-        start, size = all_.start[one], all_.size[one]
+        start = all_.start[one]
+        size = all_.size[one]
         goes_on = _learn(all_, one, drawn, first, i + 1)
         for j in range(first, i + 1):
             if drawn[j] >= 0:
                 all_.tokens[start + size] = drawn[j]
                 size += 1
-        kind, found = np.int64(0), np.int64(0)
+        kind = np.int64(0)
+        found = np.int64(0)
         if size > max(shortest, all_.size[one]):
             kind, found = _look_up(all_, one, size, shortest, longest)
-        all_.behind[one], all_.count[one] = size, 0
+        all_.behind[one] = size
+        all_.count[one] = 0
         counts[first : i + 1] = 0
         if kind > 0:
             kind = np.int64(0) if goes_on else kind
             proposed = all_.proposed[one]
-            all_.kind[one], all_.count[one] = kind, proposed.size
+            all_.kind[one] = kind
+            all_.count[one] = proposed.size
             likely = all_.right[one, kind] / all_.tried[one, kind]
             chance = all_.right[one, 0] / all_.tried[one, 0]
             for k in range(proposed.size):  # behind the last token it goes on as it did

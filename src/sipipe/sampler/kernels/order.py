@@ -59,9 +59,12 @@ def least_reaching(score: Any, logit: Any, temperature: Any, shift: Any, offset:
 @kernel
 def _partition(values: Any, low: Any, high: Any) -> Any:
     """(i, j): ``values[low : j + 1]`` are no smaller than a pivot, ``values[i : high + 1]`` no larger."""
-    a, b, c = values[low], values[(low + high) >> 1], values[high]
+    a = values[low]
+    b = values[(low + high) >> 1]
+    c = values[high]
     pivot = max(min(a, b), min(max(a, b), c))
-    i, j = low, high
+    i = low
+    j = high
     # bound: each round brings i and j closer; the scans end at the pivot, or what was exchanged
     while i <= j:
         # bound: the pivot, or a value before it that was put behind i
@@ -80,7 +83,9 @@ def _partition(values: Any, low: Any, high: Any) -> Any:
 @kernel
 def _radix_sort(count: Any, low_bit: Any, work: Any) -> None:
     """Sort ``work.keys[:count]``, largest first, by their bits from ``low_bit`` on; stable."""
-    keys, other, places = work.keys, work.sums.view(np.uint64), work.stack
+    keys = work.keys
+    other = work.sums.view(np.uint64)
+    places = work.stack
     swapped = False
     for shift in range(low_bit, 64, _DIGIT):
         down = np.uint64(shift)
@@ -91,7 +96,9 @@ def _radix_sort(count: Any, low_bit: Any, work: Any) -> None:
             continue  # all have the same digit
         first = 0
         for digit in range(_LAST_DIGIT, -1, -1):
-            first, places[digit] = first + places[digit], first
+            occurrences = places[digit]
+            places[digit] = first
+            first += occurrences
         for i in range(count):
             own = np.int64((keys[i] >> down) & _DIGITS)
             other[places[own]] = keys[i]
@@ -111,7 +118,8 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
     if count > 1024:
         _radix_sort(count, 32 if ties_sorted else 0, work)
         return
-    keys, stack = work.keys, work.stack
+    keys = work.keys
+    stack = work.stack
     depth = 0
     low, high = 0, count - 1
     # bound: `count`, as each round sorts one part for good
@@ -120,10 +128,12 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
         while high - low > 16:
             i, j = _partition(keys, low, high)
             if j - low > high - i:
-                stack[depth], stack[depth + 1] = low, j
+                stack[depth] = low
+                stack[depth + 1] = j
                 low = i
             else:
-                stack[depth], stack[depth + 1] = i, high
+                stack[depth] = i
+                stack[depth + 1] = high
                 high = j
             depth += 2
         for i in range(low + 1, high + 1):
@@ -209,7 +219,8 @@ def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> A
             break
         some = _reaching(values, count, middle, work)
         if some >= k:
-            low, number = middle, some
+            low = middle
+            number = some
         else:
             high = middle
     return low

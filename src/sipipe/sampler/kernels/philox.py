@@ -21,12 +21,19 @@ _32 = np.uint64(32)
 @entry
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     """Ten rounds over four counter words and two key words (32 bits each, held in uint64)."""
-    a, b, c, d = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
-    x, y = np.uint64(k0), np.uint64(k1)
+    a = np.uint64(c0)
+    b = np.uint64(c1)
+    c = np.uint64(c2)
+    d = np.uint64(c3)
+    x = np.uint64(k0)
+    y = np.uint64(k1)
     for _ in range(10):
         p = _M0 * a
         q = _M1 * c
-        a, b, c, d = (q >> _32) ^ b ^ x, q & _LOW, (p >> _32) ^ d ^ y, p & _LOW
+        a = (q >> _32) ^ b ^ x
+        b = q & _LOW
+        c = (p >> _32) ^ d ^ y
+        d = p & _LOW
         x = (x + _W0) & _LOW
         y = (y + _W1) & _LOW
     return a, b, c, d

@@ -77,7 +77,10 @@ def _draw_row(
     filters = _filters(request, ahead, top, state)
     scored = options.wanted[i] >= 0
     processed = scored and scores.processed
-    token, kept, high, log_mass = np.int64(-1), np.int64(-1), 0.0, 0.0
+    token = np.int64(-1)
+    kept = np.int64(-1)
+    high = 0.0
+    log_mass = 0.0
     if not greedy or processed:
         token, kept, high, log_mass = choose(
             x, row_top, top, grouped, filters, processed, edited, work
@@ -86,9 +89,11 @@ def _draw_row(
         token = first_maximum(x, row_top, top, edited, work)
     out.tokens[i] = token
     if processed:
-        shift, offset = np.float32(high), np.float32(log_mass)
+        shift = np.float32(high)
+        offset = np.float32(log_mass)
         if scores.logits:
-            shift, offset = np.float32(0.0), np.float32(0.0)
+            shift = np.float32(0.0)
+            offset = np.float32(0.0)
         if kept < 0:
             divisor = filters.temperature
             score_row(x, row_top, divisor, shift, offset, i, edited, options, work, out)

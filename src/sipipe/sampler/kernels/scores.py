@@ -75,7 +75,8 @@ def score_row(
     token = out.tokens[i]
     logit = _logit(x, token, edited, work)
     own = (logit / temperature - shift) - offset
-    ids[0], values[0] = token, own
+    ids[0] = token
+    values[0] = own
     out.ranks[i] = x.size
     if own >= scan.LOWEST:
         least = order.least_reaching(own, logit, temperature, shift, offset)
@@ -99,7 +100,8 @@ def score_row(
 def score_raw(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, out: Any) -> None:
     """Raw scores of call row ``i``, whose `block_maxima` are in ``work``, without edited tokens.
     ``top`` is the row's maximum; ``logits`` says whether scores are logits or log-probabilities."""
-    shift, offset = np.float32(0.0), np.float32(0.0)
+    shift = np.float32(0.0)
+    offset = np.float32(0.0)
     if not logits and top >= scan.LOWEST:
         shift = top
         offset = np.float32(math.log(scan.exp_sums(x, top, np.float32(scan.LOG2E), 0, work)))

@@ -10,7 +10,9 @@ import numpy as np
 from sipipe.sampler.kernels._vector import BLOCK, LANES
 from sipipe.sampler.kernels.tables import Tables
 
-HAS_NAN, HAS_INFINITY, ALL_MASKED = 1, 2, 3
+HAS_NAN = 1
+HAS_INFINITY = 2
+ALL_MASKED = 3
 
 
 class RequestState(NamedTuple):

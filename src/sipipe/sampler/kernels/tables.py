@@ -31,8 +31,10 @@ class Tables(NamedTuple):
 @kernel
 def _find(tables: Any, request: Any, token: Any) -> Any:
     """Where ``token`` is in the index: at its entry, or at the free place it would take."""
-    index, first = tables.index, tables.first[request]
-    tokens, start = tables.tokens, tables.start[request]
+    index = tables.index
+    first = tables.first[request]
+    tokens = tables.tokens
+    start = tables.start[request]
     last = np.uint32(tables.room[request] - 1)
     probe = (np.uint32(token) * np.uint32(2654435769)) & last
     at = first + np.int64(probe)
@@ -188,7 +190,8 @@ class SeenTables:
         if free := self._free.get(room):
             first = free.pop()
         else:
-            first, self._end = self._end, self._end + room
+            first = self._end
+            self._end = self._end + room
             if self._end > self.tables.index.size:
                 self._grow(max(self._end, 2 * self.tables.index.size))
         self.tables.first[request] = first

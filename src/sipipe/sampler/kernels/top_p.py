@@ -86,7 +86,8 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
         low = max(low, scan.LOWEST)
     # Invariant: mass(>= low) >= target (or low is the smallest), mass(>= high) = above < target.
     high = np.float32(np.inf)
-    above, skipped = 0.0, 0
+    above = 0.0
+    skipped = 0
     between = count
     step = max(np.float32(top), np.float32(low))
     half = np.float32(0.5)

@@ -11,7 +11,8 @@ from sipipe.tools.planner.hardware import Assumed, Cluster, Efficiency, Engine, 
 from sipipe.tools.planner.placement import Memory, Placement, Stage, kv_bytes, weight_bytes
 from sipipe.tools.planner.workload import Microbatch, Workload
 
-_MICRO, _NANO = 1e-6, 1e-9
+_MICRO = 1e-6
+_NANO = 1e-9
 CPU_KV_SHARE = 0.4
 """That of :mod:`sipipe.engine.setup.kv_memory`, which imports vLLM."""
 
@@ -19,7 +20,8 @@ CPU_KV_SHARE = 0.4
 def roofline(compute: float, memory: float, sharpness: float) -> float:
     """Time of a kernel that takes ``compute`` seconds of arithmetic and ``memory`` of traffic:
     ``(compute^k + memory^k)^(1/k)``, because a real kernel overlaps the two imperfectly."""
-    larger, smaller = max(compute, memory), min(compute, memory)
+    larger = max(compute, memory)
+    smaller = min(compute, memory)
     if smaller == 0.0:
         return larger
     return larger * math.pow(1.0 + math.pow(smaller / larger, sharpness), 1.0 / sharpness)
@@ -47,7 +49,8 @@ class DatasheetCosts:
 
     @property
     def _flops(self) -> float:
-        device, efficiency = self.cluster.device, self.efficiency
+        device = self.cluster.device
+        efficiency = self.efficiency
         peak = device.flops(self.facts.arithmetic_bits)
         wide = peak == device.flops(16)
         return peak * (efficiency.compute if wide else efficiency.compute_narrow)
@@ -86,7 +89,8 @@ class DatasheetCosts:
 
     def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
         """Matrix products of the layers, as (bound by arithmetic, bound by weights)."""
-        facts, moe = self.facts, self.facts.moe
+        facts = self.facts
+        moe = self.facts.moe
         sparse = sum(layer in facts.sparse_layers for layer in stage.layer_range)
         dense = sum(facts.layer_parameters(layer) for layer in stage.layer_range)
         total = [0.0, 0.0]
@@ -162,7 +166,8 @@ class DatasheetCosts:
 
     def device_sampling(self, work: Microbatch) -> float:
         """Time of vLLM's sampler on the last stage's device."""
-        logits, device = work.batch * self.facts.vocabulary, self.cluster.device
+        logits = work.batch * self.facts.vocabulary
+        device = self.cluster.device
         if device.kind == "cpu":
             return logits * self.sampling.vllm_core_ns * _NANO / max(1, device.cores)
         return logits * self.sampling.device_bytes / self._bandwidth
@@ -175,7 +180,8 @@ class DatasheetCosts:
 
     def host_sampling(self, work: Microbatch, samplers: int) -> float:
         """``samplers`` cores draw: whole sequences per core, and never faster than the host's memory."""
-        vocabulary, sampling = self.facts.vocabulary, self.sampling
+        vocabulary = self.facts.vocabulary
+        sampling = self.sampling
         rounds = math.ceil(work.batch / samplers)
         kernel = rounds * vocabulary * sampling.core_ns * _NANO
         traffic = work.batch * vocabulary * sampling.host_bytes / (sampling.host_gbs * 1e9)
@@ -214,7 +220,10 @@ def datasheet_costs(
 def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
     """One all-reduce of ``size`` bytes among the ranks of a stage; 0 for one rank. All rings share a
     host's adapters, which so carry the volume that a single device of the ring carries."""
-    ranks, hosts, link, network = stage.t, stage.hosts, cluster.device.link, cluster.network
+    ranks = stage.t
+    hosts = stage.hosts
+    link = cluster.device.link
+    network = cluster.network
     if ranks == 1:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * size

@@ -221,7 +221,8 @@ def device(
 ) -> Device:
     """A device by name (ConfigError for an unknown one); ``memory_gib`` replaces its memory. ``cpu``
     is this machine's, cut into ``parts`` equal ones; its bandwidth and throughput are assumed."""
-    entry, key = _pick("--gpu", "device", key, assumed), key.lower()
+    entry = _pick("--gpu", "device", key, assumed)
+    key = key.lower()
     if key == "cpu":
         cores = len(os.sched_getaffinity(0))
         entry["cores"] = max(1, cores // parts)
@@ -243,7 +244,8 @@ def network(gigabits: float, adapters: int = 1, assumed: Assumed = STATED) -> Ne
 
 def at_end(cluster: Cluster, assumed: Assumed) -> Cluster:
     """``cluster``, of what ``assumed`` gives, at that end of what is assumed of its parts."""
-    found, between = cluster.device, cluster.network
+    found = cluster.device
+    between = cluster.network
     part = f"device.{found.key}"
     stated = dataclasses.replace(assumed, case="stated").values(part)
     changed: dict[str, Any] = {  # a device's may be a part of what the table states

@@ -19,7 +19,8 @@ _EXPECTED_MAXIMUM = (
     *(0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424),
     *(1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766),
 )
-_SLOWEST, _ROUND_TRIP = "slowest stage", "round trip"
+_SLOWEST = "slowest stage"
+_ROUND_TRIP = "round trip"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,8 @@ def iterate(
 ) -> Iteration:
     """The steady state of ``inflight`` (1 or more) microbatches like ``work`` in a pipeline.
     ``samplers``: CPU cores that draw tokens; ignored where the engine samples on the device."""
-    on_device, last = engine.sampling == "device", placement.stages[-1]
+    on_device = engine.sampling == "device"
+    last = placement.stages[-1]
     hops = [costs.hop(stage, work) for stage in placement.stages]
     preparations = [costs.preparation(engine, stage, work) for stage in placement.stages]
     prepared = max(preparations)

@@ -69,7 +69,8 @@ def place(
     projection; empty: the last stage has it."""
     assert 1 <= p <= layers
     assert t >= 1
-    stages, first = list[Stage](), 0
+    stages = list[Stage]()
+    first = 0
     for index, count in enumerate(cut or layer_split(layers, p)):
         begin, end = (rank // devices_per_host for rank in (index * t, (index + 1) * t - 1))
         stages.append(

@@ -14,7 +14,9 @@ _ROOM = 0.9
 def serve_commands(plan: Plan, choice: Choice) -> list[str]:
     """The exact commands that start ``choice``: one per host, the first host's first.
     ``CHECKPOINT`` stands for the model where ``--weight-bits`` asks for one that it is not."""
-    facts, workload, gpu = plan.facts, plan.workload, plan.cluster.device.kind == "gpu"
+    facts = plan.facts
+    workload = plan.workload
+    gpu = plan.cluster.device.kind == "gpu"
     ours = choice.engine.key == OURS
     quantize = gpu and workload.weight_bits == 8
     name = facts.name if quantize or workload.weight_bits is None else "CHECKPOINT"
@@ -73,7 +75,9 @@ def _fields(thing: Any, *names: str) -> dict[str, Any]:
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Everything of a plan, JSON-ready; times in seconds, sizes in bytes."""
-    facts, cluster, workload = plan.facts, plan.cluster, plan.workload
+    facts = plan.facts
+    cluster = plan.cluster
+    workload = plan.workload
     model = _fields(facts, "name", "source", "parameters", "active_parameters", "layers", "hidden")
     model |= _fields(facts.attention, "heads", "kv_heads")
     model["attention"] = facts.attention.kind

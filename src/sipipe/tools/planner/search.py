@@ -54,7 +54,8 @@ class Search:
                 f"left beside {cluster.devices_per_host} workers and the engine (--cores says more)"
             )
         usual = "vllm-async" if cluster.device.kind == "gpu" else "vllm"
-        choices, rejected = [], []
+        choices = []
+        rejected = []
         for key in (OURS, self.baseline or usual):
             engine = hardware.engine(key, Assumed(given=self.given))
             for p in (p for p in range(1, cluster.devices + 1) if cluster.devices % p == 0):
@@ -74,8 +75,11 @@ class Search:
 
     def _best(self, engine: Engine, p: int, t: int) -> Choice:
         """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks, or _RuledOutError."""
-        facts, cluster, ours = self.costs.facts, self.costs.cluster, engine.key == OURS
-        per_host, device = cluster.devices_per_host, cluster.device
+        facts = self.costs.facts
+        cluster = self.costs.cluster
+        ours = engine.key == OURS
+        per_host = cluster.devices_per_host
+        device = cluster.device
         _check_divisible(facts, p, t)
         if ours and per_host % t:
             raise _RuledOutError(
@@ -92,7 +96,8 @@ class Search:
             if p > 1 and cluster.hosts == 1 and (device.kind == "cpu" or self.cpu_sampling == "on"):
                 ways[even, share_projection(facts, cut, even, t, device=device.kind)[0]] = None
         asked = self.inflight if ours else None
-        reason, found = _RuledOutError(), list[Choice]()
+        reason = _RuledOutError()
+        found = list[Choice]()
         for layers, projections in ways:
             placement = place(facts.layers, p, t, per_host, layers, projections)
             for inflight in (asked,) if asked else dict.fromkeys((p, p + int(engine.extra))):
@@ -118,10 +123,13 @@ class Search:
         """The best number of running sequences for one engine and placement: the largest within the
         caps, or a smaller one, as whole sequences per sampler core and experts make small steps.
         Raises _RuledOutError: there is none within the budget."""
-        costs, workload, facts = self.costs, self.workload, self.costs.facts
+        costs = self.costs
+        workload = self.workload
+        facts = self.costs.facts
         memory = costs.memory(placement, workload.memory_utilization)
         _check_fits(memory, workload)
-        p, t = placement.p, placement.t
+        p = placement.p
+        t = placement.t
         cores = self.samplers or costs.cluster.sampler_cores
 
         def run(batch: int, samplers: int = cores) -> Iteration:
@@ -131,14 +139,16 @@ class Search:
         if workload.fixed_batch is not None:
             if (least := workload.fixed_batch) > cap:
                 raise _RuledOutError(f"--batch {least} is over the limit of {cap} set by {why}")
-            cap, why = least, "--batch"
+            cap = least
+            why = "--batch"
         if (tpot := run(least).delay) > workload.tpot_slo:
             raise _RuledOutError(
                 f"TPOT {tpot * 1e3:.1f} ms with {least} running sequence(s), over the "
                 f"budget of {workload.tpot_slo * 1e3:g} ms"
             )
         if run(cap).delay > workload.tpot_slo:
-            cap, why = _first(lambda n: run(n + 1).delay > workload.tpot_slo, cap), "TPOT budget"
+            cap = _first(lambda n: run(n + 1).delay > workload.tpot_slo, cap)
+            why = "TPOT budget"
         batch = max(_candidates(least, cap), key=lambda b: (b / run(b).delay, -b))
         best = run(batch)
         # The fewest samplers that are within one percent of what all cores reach.
@@ -171,11 +181,13 @@ class Search:
     def _at(self, case: Case, choice: Choice, *, shared: bool = True) -> End:
         """``choice`` with assumed inputs at one end of their ranges; without ``shared`` those
         that both engines have in common stay where they are."""
-        assumed, workload = Assumed(case, self.given), self.workload
+        assumed = Assumed(case, self.given)
+        workload = self.workload
         engine = hardware.engine(choice.engine.key, assumed)
         drawing = hardware.sampling(workload.sampling, assumed)
         costs = dataclasses.replace(self.costs, sampling=drawing)
-        batches, tokens = [choice.batch], choice.memory.kv_tokens
+        batches = [choice.batch]
+        tokens = choice.memory.kv_tokens
         if shared:
             cluster = hardware.at_end(costs.cluster, assumed)
             efficiency = hardware.efficiency(assumed)
@@ -187,7 +199,9 @@ class Search:
                 batches.append(cap if choice.capped_by == _KV else min(choice.batch, cap))
         else:
             engine = dataclasses.replace(engine, uneven=choice.engine.uneven)
-        where, inflight, samplers = choice.placement, choice.inflight, choice.samplers
+        where = choice.placement
+        inflight = choice.inflight
+        samplers = choice.samplers
         there = dataclasses.replace(self, costs=costs)
         delays = [there._run(engine, where, n, inflight, samplers).delay for n in batches]
         rates = [batch / seconds for batch, seconds in zip(batches, delays, strict=True)]
@@ -209,7 +223,8 @@ class Search:
 
 def _check_divisible(facts: ModelFacts, p: int, t: int) -> None:
     """Raises _RuledOutError: the model cannot be cut this way."""
-    attention, kv = facts.attention, facts.attention.kv_heads
+    attention = facts.attention
+    kv = facts.attention.kv_heads
     if p > facts.layers:
         raise _RuledOutError(f"{p} stages for {facts.layers} layers")
     if attention.heads % t:
@@ -258,7 +273,8 @@ def _first(holds: Callable[[int], bool], below: int) -> int:
 
 def _candidates(least: int, most: int) -> list[int]:
     """About sixteen numbers per doubling from ``least`` to ``most``, both among them."""
-    values, value = set(), float(least)
+    values = set()
+    value = float(least)
     while value < most:
         values.add(int(value))
         value = max(value + 1, value * 2 ** (1 / 16))

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from sipipe.tools.provenance import output
 
-READ, WIDTH, TRIES = 5120, 1024, 4
+READ = 5120
+WIDTH = 1024
+TRIES = 4
 """Edges of the matrix that is read, larger than caches, and of those that are multiplied."""
 
 

@@ -62,7 +62,8 @@ class ByIteration:
         keys = np.asarray(iterations, np.int64)
         found = np.asarray(values, np.int64)
         order = np.lexsort((found, keys))
-        keys, found = keys[order], found[order]
+        keys = keys[order]
+        found = found[order]
         last = np.diff(keys, append=-1) != 0
         self.iterations: Array = keys[last]
         """Ascending."""
@@ -91,7 +92,8 @@ class Pipeline:
     """What a stage must know of the rest of the pipeline."""
 
     def __init__(self, trace: Trace) -> None:
-        executor, stages = trace.executor, trace.of("stage")
+        executor = trace.executor
+        stages = trace.of("stage")
         drained = stages[-1].phase(*DEVICE_PHASES, Phase.SAMPLE)
         self.stages = {(p.header.index, p.header.rank): p for p in stages}
         """By index and rank."""
@@ -102,10 +104,12 @@ class Pipeline:
             gathered = executor.phase(Phase.GATHER)
             left = gathered if len(gathered) else drained
             at_work = executor.phase(Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE)
-            iterations, entered = self.dispatched.iterations, self.dispatched.values
+            iterations = self.dispatched.iterations
+            entered = self.dispatched.values
         else:
             self.dispatched = ByIteration([], [])
-            left, at_work = drained, drained[:0]
+            left = drained
+            at_work = drained[:0]
             began = stages[0].phase(Phase.PREPARE, *DEVICE_PHASES)  # sorted by start
             iterations, first = np.unique(began["iteration"].astype(np.int64), return_index=True)
             told = ByIteration.of(stages[0].phase(Phase.WAIT_SCHEDULING), "end_ns")
@@ -123,7 +127,8 @@ class Pipeline:
     def pauses(self) -> Intervals:
         """When nothing was in flight for at least ``PAUSE_NS``."""
         entered, left = self.flying.merged()
-        begins, ends = left[:-1], entered[1:]
+        begins = left[:-1]
+        ends = entered[1:]
         long = ends - begins >= PAUSE_NS
         return Intervals(begins[long], ends[long])
 
@@ -143,7 +148,9 @@ class Cause(IntEnum):
 
     def __new__(cls, number: int, kind: str, text: str) -> Cause:
         cause = int.__new__(cls, number)
-        cause._value_, cause.kind, cause.text = number, kind, text
+        cause._value_ = number
+        cause.kind = kind
+        cause.text = text
         return cause
 
     BUSY = 0, "busy", "device at work"
@@ -189,7 +196,8 @@ class StageAccount:
 
 def shares(spent: Sequence[int]) -> dict[str, float]:
     """Of nanoseconds by kind: what each is of the time with requests, and ``idle`` of all."""
-    found, idle = dict(zip(KINDS, spent, strict=True)), spent[-1]
+    found = dict(zip(KINDS, spent, strict=True))
+    idle = spent[-1]
     working = {kind: found[kind] / max(1, sum(spent) - idle) for kind in WORKING}
     return working | {"idle": idle / sum(spent)}
 
@@ -207,7 +215,9 @@ def account(trace: Trace, window: tuple[int, int] | None = None) -> tuple[StageA
 
 
 def _stage(process: ProcessTrace, pipeline: Pipeline, start: int, end: int) -> StageAccount:
-    index, rank, stages = process.header.index, process.header.rank, pipeline.stages
+    index = process.header.index
+    rank = process.header.rank
+    stages = pipeline.stages
     device = process.phase(*DEVICE_PHASES)
     busy, sampling, sending, preparing = unions = [
         Intervals.of(process.phase(*phases))
@@ -241,7 +251,8 @@ def _stage(process: ProcessTrace, pipeline: Pipeline, start: int, end: int) -> S
     if len(pipeline.dispatched.values):
         undispatched |= unknown
     else:  # without the executor's record, the stage's own wait says when nothing was scheduled
-        undispatched, on_its_way = unknown | on_its_way, np.zeros(len(at), bool)
+        undispatched = unknown | on_its_way
+        on_its_way = np.zeros(len(at), bool)
     part = np.append(device["phase"] == Phase.LOGITS, False)[following] & (index < last[0])
     unfinished = at < np.where(part, final_made.at(iterations), made.at(iterations))
     under_way = at < np.where(part, final_sent.at(iterations), sent.at(iterations))
@@ -285,7 +296,8 @@ class _Waits:
 
     def covers(self, iterations: Array, times: Array) -> npt.NDArray[np.bool_]:
         """Whether each instant lies in the wait for the iteration beside it."""
-        begun, ended = self.begun.at(iterations), self.ended.at(iterations)
+        begun = self.begun.at(iterations)
+        ended = self.ended.at(iterations)
         return np.asarray((times >= begun) & (times < ended))
 
 

@@ -93,7 +93,8 @@ class _Tracks:
         else:
             self.open.append([])
         self.open[index].append(ended)
-        name, tid = Phase(phase).name.lower(), self._first + index
+        name = Phase(phase).name.lower()
+        tid = self._first + index
         args = {"iteration": iteration, "slot": slot, "sequences": sequences, "tokens": tokens}
         return _slice(self._run, self._pid, tid, began, ended, name, **args)
 
@@ -105,7 +106,8 @@ def _about(pid: int, tid: int, what: str, **args: Any) -> Event:
 def _slice(run: Run, pid: int, tid: int, began: int, ended: int, name: str, **args: int) -> Event:
     """From ``began`` to ``ended`` as far as that lies in the window, in us from its begin."""
     start, end = run.window
-    began, ended = max(began, start), min(ended, end)
+    began = max(began, start)
+    ended = min(ended, end)
     times = {"ts": _microseconds(began - start), "dur": _microseconds(ended - began)}
     return {"ph": "X", "pid": pid, "tid": tid, **times, "name": name, "args": args}
 

@@ -151,7 +151,8 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
 def _process(files: list[tuple[Header, Records]], reference: Header) -> ProcessTrace:
     """Put a process's files, the older one first, on the clock of ``reference``'s host: by the wall
     clocks, as both files noted them, for hosts share no monotonic clock."""
-    header, raw = files[0][0], np.concatenate([records for _, records in files])
+    header = files[0][0]
+    raw = np.concatenate([records for _, records in files])
     offset = 0
     if (header.host, header.boot) != (reference.host, reference.boot):
         offset = header.realtime_ns - header.monotonic_ns

@@ -89,7 +89,8 @@ def record_lane(name: str, group: str, records: Records, window: tuple[int, int]
 
 def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[str]]:
     """All lanes of a run from top to bottom, and the names of those left out for size."""
-    trace, window = run.trace, run.window
+    trace = run.trace
+    window = run.window
     left = detail - sum(len(stage.segments) for stage in run.account)
     dropped: list[str] = []
 
@@ -103,7 +104,9 @@ def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[st
         return [record_lane(name, group, records, window)]
 
     # What matters most gets its room first.
-    samplers, stages, executors = [], [], []
+    samplers = []
+    stages = []
+    executors = []
     for p in trace.of("sampler"):
         samplers += fitting(p.header.name, "", p.phase(Phase.SAMPLE, window=window))
     for p, account in zip(trace.of("stage"), run.account, strict=True):

@@ -16,7 +16,8 @@ QUANTILES = (50, 90, 99)
 
 def tpot(trace: Trace, pipeline: Pipeline, window: Window) -> Floats:
     """Time per output token in ms: from one iteration of a slot to the slot's next, without pauses."""
-    left, pauses = pipeline.left, pipeline.pauses()
+    left = pipeline.left
+    pauses = pipeline.pauses()
     # The executor knows the slot of every iteration; without its file, the first stage does.
     recorded = [p.records for p in (*trace.of("executor"), *trace.of("stage")) if len(p.records)]
     slots = ByIteration.of(recorded[0], "slot").at(left.iterations, missing=0)

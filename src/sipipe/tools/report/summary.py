@@ -37,7 +37,9 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Everything but the curves; times in the units that the names end with."""
-        trace, window, wall = self.trace, self.window, self.wall_ns
+        trace = self.trace
+        window = self.window
+        wall = self.wall_ns
         tokens = statistics.tokens_drawn(trace, window)
         # That of each stage, but for the end of what it did for the last request.
         idle = max(stage.by_cause[Cause.IDLE] for stage in self.account)
@@ -67,7 +69,8 @@ class Run:
         }
 
     def _stage(self, number: int) -> dict[str, Any]:
-        stage, process = self.account[number], self.trace.of("stage")[number]
+        stage = self.account[number]
+        process = self.trace.of("stage")[number]
         return {
             "stage": stage.index,
             "rank": stage.rank,
