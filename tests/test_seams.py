@@ -354,11 +354,22 @@ def is_there(place: str) -> bool:
     return False
 
 
-def test_a_failed_start_names_what_ended():
-    """By it :mod:`sipipe.engine.start.server` knows that it was killed."""
+def test_a_failed_start_asks_which_processes_ended():
+    """There :class:`sipipe.engine.start.ends.EngineProcesses` says how; it is made by its name."""
     watch = inspect.getsource(resolve("vllm.v1.engine.utils:wait_for_engine_startup"))
-    assert "See root cause above. " in watch
-    assert "Failed core proc(s): {finished}" in watch
+    assert "launch.engine_manager.finished_procs()" in watch
+    launch = inspect.getsource(resolve("vllm.v1.engine.utils:launch_core_engines"))
+    assert "= CoreEngineProcManager(" in launch
+
+
+def test_processes_are_started_by_functions_that_are_looked_up():
+    """So that one of ours may stand there (:mod:`sipipe.engine.start.ends`)."""
+    manager = inspect.getsource(resolve("vllm.v1.engine.utils:CoreEngineProcManager.__init__"))
+    assert "target=EngineCoreProc.run_engine_core" in manager
+    balancer = inspect.getsource(resolve("vllm.v1.engine.coordinator:DPCoordinator.__init__"))
+    assert "target=DPCoordinatorProc.run_coordinator" in balancer
+    servers = inspect.getsource(resolve("vllm.v1.utils:APIServerProcessManager.__init__"))
+    assert "target=target_server_fn or run_api_server_worker_proc" in servers
 
 
 def test_what_is_missing_is_missed():

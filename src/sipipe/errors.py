@@ -47,3 +47,12 @@ class StallError(SiPipeError, TimeoutError):
 
 class WorkerDiedError(SiPipeError):
     """A stage worker or a sampler process ended without being asked to; names it."""
+
+
+class EngineDiedError(SiPipeError, RuntimeError):
+    """An engine's process ended while it started; says which one, how, and why. RuntimeError, as
+    vLLM's own is."""
+
+    def __init__(self, cause: str, *, wrong: bool = False) -> None:
+        super().__init__(cause or "an engine process ended while it started")
+        self.status = 2 if wrong else 1

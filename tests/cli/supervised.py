@@ -19,7 +19,7 @@ SERVERS = {
     "is wrong": "say('up'); sys.exit(2)",
     "served before": "say('up'); sys.exit(2) if os.path.exists(sys.argv[3]) else "
     "(open(sys.argv[3], 'w'), pair.send(b'0\\n'), sys.exit(1))",
-    "dies": "leave_reason('sampler0 keeps\\n dying'); say('up'); os.abort()",
+    "dies": "leave_last_word('sampler0 keeps\\n dying'); say('up'); os.abort()",
     "leaves an orphan": "child = os.fork() or hang(); signal.signal(signal.SIGTERM, quit); "
     "say('up'); os.kill(child, signal.SIGTERM); hang() if os.path.exists(sys.argv[3]) else "
     "(open(sys.argv[3], 'w'), os.abort())",
@@ -38,7 +38,7 @@ sys.argv[1:] = sys.argv[2:] + [sys.argv[1]]
 pair = socket.socket(fileno=int(sys.argv[1]))
 sys.path[:] = {path!r}
 from sipipe.ipc.parent import end_group_with
-from sipipe.ipc.sockets import leave_reason
+from sipipe.ipc.last_word import leave_last_word
 end_group_with(pair)
 def say(word): print(word, os.getpid(), flush=True)
 def hang():

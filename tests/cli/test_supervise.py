@@ -164,7 +164,7 @@ def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised, name):
         ("helps", ["--restart"], None, 0, ""),
         ("is wrong", [], ignoring(signal.SIGCHLD), 2, ""),
         ("is wrong", ["--restart"], None, 2, ""),
-        ("dies", [], None, 128 + signal.SIGABRT, "sipipe: sampler0 keeps\n dying\n"),
+        ("dies", [], None, 128 + signal.SIGABRT, "sipipe: sampler0 keeps dying\n"),
     ],
 )
 def test_a_server_that_ends_by_itself_is_no_success_and_says_why_last(
@@ -190,6 +190,15 @@ def test_a_dead_server_is_started_again(supervised):
     said = process.stderr.read()
     assert "sipipe: the server was killed (SIGABRT)" in said
     assert re.search(r"the server ended by itself after \d+ s \(status 134\)", said)
+
+
+def test_a_server_whose_engine_failed_is_started_again_with_the_status_of_a_failure(supervised):
+    """vLLM's ends with 0 then, as if it had been told to."""
+    process, _ = supervised("is done", "--restart")
+    server_of(process)
+    process.terminate()
+    process.wait(20)
+    assert re.search(r"ended by itself after \d+ s \(status 1\); it is", process.stderr.read())
 
 
 def test_a_configuration_that_has_run_is_not_wrong(supervised):
@@ -292,10 +301,11 @@ def test_what_another_user_made_is_neither_followed_nor_removed(tmp_path, monkey
 
 FAILS = """
 import sys, threading, types
+from sipipe import errors
 launch = types.ModuleType("sipipe.engine.start.launch")
 def serve(*_, started):
-    threading.Thread(target=threading.Event().wait).start()
-    raise RuntimeError(sys.argv[3])
+    threading.Thread(target=threading.Event().wait, daemon="Config" in sys.argv[3]).start()
+    raise eval(sys.argv[3], vars(errors))
 launch.serve = serve
 sys.modules["sipipe.engine.start.launch"] = launch
 from sipipe.engine.start import server as front
@@ -326,24 +336,20 @@ def test_a_server_is_waited_for_where_vllm_listens(monkeypatch, host, asked, fam
     assert told == [(asked, 8000, family, socket.SOCK_STREAM), "there"]
 
 
-ROOT_CAUSE = "Engine core initialization failed. See root cause above. Failed core proc(s): "
-
-
 @pytest.mark.parametrize(
-    ("why", "status", "said"),
+    ("error", "status", "said"),
     [
-        ("no start", 1, "RuntimeError: no start\n"),
-        (ROOT_CAUSE + "{'EngineCore': 2}", 2, ""),  # a wrong configuration, of which it has told
-        (ROOT_CAUSE + "{'EngineCore_DP0': 2, 'EngineCore_DP1': -15}", 2, ""),
-        (ROOT_CAUSE + "{'EngineCore_DP0': 1}", 1, ""),
-        (ROOT_CAUSE + "{'EngineCore': -9}", 1, "EngineCore was killed by signal 9\n"),
+        ("RuntimeError('no start')", 1, "RuntimeError: no start\n"),
+        ("EngineDiedError('killed')", 1, ""),  # the supervisor says why
+        ("EngineDiedError('a wrong option', wrong=True)", 2, ""),
+        ("ConfigError('a wrong option')", 2, "sipipe: a wrong option\n"),
     ],
 )
-def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind(why, status, said):
+def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind(error, status, said):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         done = subprocess.run(
-            [sys.executable, "-c", FAILS, str(theirs.fileno()), '[["m"], {}, 1]', why],
+            [sys.executable, "-c", FAILS, str(theirs.fileno()), '[["m"], {}, 1]', error],
             pass_fds=[theirs.fileno()],
             process_group=0,
             stderr=subprocess.PIPE,
@@ -353,4 +359,4 @@ def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind(why, statu
         )
     assert done.returncode == status
     assert done.stderr.endswith(said)
-    assert ("Traceback" in done.stderr) == ("root cause" not in why)
+    assert ("Traceback" in done.stderr) == error.startswith("RuntimeError")

@@ -1,51 +1,77 @@
-"""A process of multiprocessing whose starter is killed ends, whatever it waits for."""
+"""A process that vLLM starts ends with its starter, whatever it does or waits for."""
 
 import multiprocessing
 import os
+import pickle
 import signal
-import threading
 from contextlib import suppress
 
 import psutil
+import pytest
 
-from sipipe.ipc import parent
-
-
-class Configuration:
-    """What is told to a process; it is unpickled before the process knows who started it."""
-
-    def __setstate__(self, state):
-        parent.end_after_starter()
-        parent.end_after_starter()
-
-    def __getstate__(self):
-        return {"kept": 1}
+from sipipe.ipc import starter
+from sipipe.ipc.starter import Tied, tied
 
 
-def _wait_for_ever(pipe, _):
-    parent.GRACE_SECONDS = 0.1
+class Importing:
+    """An argument that takes for ever to arrive, as one whose class has vLLM imported."""
+
+    def __init__(self, pipe):
+        self._pipe = pipe
+
+    def __reduce__(self):
+        return _import_for_ever, (self._pipe,)
+
+
+def _import_for_ever(pipe):
+    pipe.send(os.getpid())
+    signal.pause()
+
+
+def _handshake(pipe):
+    """As an engine that waits for a front end, and is not to be ended by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pipe.send([os.getpid(), *(thread.name for thread in threading.enumerate())])
+    pipe.send(os.getpid())
     signal.pause()
 
 
-def _start_one(pipe):
-    told = pipe, Configuration()
-    multiprocessing.get_context("spawn").Process(target=_wait_for_ever, args=told).start()
+def _in_order(pipe):
+    starter.GRACE_SECONDS = 0.2
+    starter.ends_in_order()
+    _handshake(pipe)
+
+
+def _start_one(method, target, argument, pipe):
+    run = Tied(target)
+    process = multiprocessing.get_context(method).Process(target=run, args=(argument(pipe),))
+    process.start()
     signal.pause()
 
 
-def test_it_ends():
+def _plain(pipe):
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "argument"),
+    [
+        ("spawn", _handshake, Importing),
+        ("spawn", _handshake, _plain),
+        ("fork", _handshake, _plain),
+        ("fork", _in_order, _plain),
+    ],
+)
+def test_it_ends(method, target, argument):
     ours, theirs = multiprocessing.Pipe()
-    starter = multiprocessing.get_context("fork").Process(target=_start_one, args=(theirs,))
-    starter.start()
+    begin = multiprocessing.get_context("fork").Process(
+        target=_start_one, args=(method, target, argument, theirs)
+    )
+    begin.start()
     theirs.close()
-    number, *threads = ours.recv()
-    child = psutil.Process(number)
-    starter.kill()
-    starter.join()
+    child = psutil.Process(ours.recv())
+    begin.kill()
+    begin.join()
     try:
-        assert threads == ["MainThread", parent.STARTER]
         child.wait(60)
     finally:
         with suppress(psutil.NoSuchProcess):
@@ -53,6 +79,25 @@ def test_it_ends():
         ours.close()
 
 
-def test_a_process_that_multiprocessing_did_not_spawn_is_left_alone(monkeypatch):
-    monkeypatch.setattr(parent, "_watch_starter", None)
-    parent.end_after_starter()
+def _add(number):
+    return number + 1
+
+
+def test_a_function_is_tied_once_in_a_process_and_anew_in_its_forks():
+    once = tied(_add)
+    assert tied(once) is once
+    assert once.pid == os.getpid()
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: theirs.send(tied(once).pid == os.getpid()))
+    child.start()
+    assert ours.recv()
+    child.join()
+    os.close(once._starter)
+
+
+def test_it_is_sent_to_processes_that_are_started_alone():
+    once = tied(_add)
+    with pytest.raises(AssertionError):
+        pickle.dumps(once)
+    os.close(once._starter)

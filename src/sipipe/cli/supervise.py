@@ -24,8 +24,9 @@ from typing import Any
 
 from sipipe.errors import tell
 from sipipe.ipc.child import start_child
+from sipipe.ipc.last_word import hold_last_word, take_last_word
 from sipipe.ipc.parent import in_group, kill_group
-from sipipe.ipc.sockets import own_sockets, take_reason
+from sipipe.ipc.sockets import own_sockets
 
 SERVER: Sequence[str] = ("-m", "sipipe.engine.start.server")
 GRACE = 8.0
@@ -55,16 +56,20 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
         with own_sockets():
+            hold_last_word()
             pause, sound = FIRST_BREAK, False
             while True:
                 began = time.monotonic()
                 status, asked, checked = _run(arguments, before - watched, watched)
                 sound |= checked and status != 2
-                if not asked and (reason := take_reason() or _killed(status)):
+                if not asked and (reason := take_last_word() or _killed(status)):
                     tell(reason)
-                # One that ends well before its checks was asked for help.
+                # vLLM's server ends well also when its engine has failed. One that ends well before
+                # its checks was asked for help; an agent, when its main host has ended.
+                if not (asked or status or follows) and checked:
+                    status = 1
                 if asked or (status == 2 and not sound) or not (restart and (status or checked)):
-                    return status if asked or status or follows or not checked else 1
+                    return status
                 lived = time.monotonic() - began
                 pause = FIRST_BREAK if lived > STEADY else pause
                 tell(

@@ -31,7 +31,7 @@ from sipipe.cores import claim
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
-from sipipe.ipc.sockets import leave_reason
+from sipipe.ipc.last_word import leave_last_word
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _one_cause() -> Iterator[None]:
         if not ours or multiprocessing.parent_process() is None:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        leave_reason(reason)
+        leave_last_word(reason)
         logger.error("the engine cannot start: %s", reason)
         logger.debug("it failed here", exc_info=error)
         sys.exit(getattr(error, "status", 1))
@@ -227,7 +227,7 @@ class Executor(VllmExecutor):
             logger.error("%s", error)
         elif self._started:  # before, the engine thread raises it
             logger.error("SiPipe's executor failed", exc_info=error)
-        leave_reason(" ".join(str(error).split()) or type(error).__name__)
+        leave_last_word(str(error) or type(error).__name__)
         self._pipeline.fail(error)
         callback, self._failure_callback = self._failure_callback, None
         if callback is not None:

@@ -15,7 +15,6 @@ Relies on
 """
 
 import ctypes
-import multiprocessing
 import os
 import pickle
 import queue
@@ -26,13 +25,11 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 
-from sipipe.linux import pidfd_open
 from sipipe.messages.replies import ASK_STATUS, Status
 from sipipe.messages.start_records import GRACE_SECONDS
 
@@ -112,29 +109,6 @@ def end_this_process(seconds: float, ending: Callable[[], bool] = lambda: False)
 def end_with_parent_thread() -> None:
     """The kernel kills this process when the *thread* ends that started it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-STARTER = "SiPipeStarter"
-"""A thread that sleeps, and holds no lock."""
-
-
-def end_after_starter() -> None:
-    """From ``__setstate__`` of what a process gets that multiprocessing spawns: whatever it does then,
-    it ends 15 s after the one that started it. Nothing elsewhere."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        _watch_starter()
-
-
-@cache
-def _watch_starter() -> None:
-    starter = pidfd_open(os.getppid())
-
-    def watch() -> None:
-        wait([starter])  # wait: none; the end of the process that started this one
-        time.sleep(1.5 * GRACE_SECONDS)  # wait: 15 s; nobody, its orderly end takes 10 at most
-        os._exit(1)
-
-    threading.Thread(target=watch, name=STARTER, daemon=True).start()
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""A directory for the sockets of vLLM's front end, which leaves them, and its engine's last word."""
+"""A directory for the sockets of vLLM's front end, which leaves them when it is killed."""
 
 import errno
 import fcntl
@@ -51,28 +51,6 @@ def free_path(path: str) -> None:
             os.unlink(path)
         except OSError as error:
             raise ConfigError(f"--uds {path}: {error}") from error
-
-
-def leave_reason(reason: str) -> None:
-    """In the engine: why it ends, for who started the server, if that has a directory of its own."""
-    with suppress(OSError):
-        _reason().write_text(reason, "utf-8", "replace")
-
-
-def take_reason() -> str:
-    """What the last engine has left; empty if it left nothing."""
-    with suppress(OSError):
-        reason = _reason().read_text("utf-8", "replace")
-        _reason().unlink()
-        return reason
-    return ""
-
-
-def _reason() -> Path:
-    directory = Path(os.environ.get(VARIABLE, ""))
-    if not directory.name.startswith(PREFIX):
-        raise FileNotFoundError("no directory of our own")
-    return directory / "reason"
 
 
 def _place() -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import multiprocessing
 import os
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from sipipe.engine import executor, pipeline_opener
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import decide as deciding
 from sipipe.engine.setup import record as setup
-from sipipe.engine.setup import vllm_config as vllms
 from sipipe.errors import ConfigError
 
 
@@ -241,12 +239,3 @@ def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
     links = pipeline_opener.make_final_links(made, "shm", "cpu")
     names = [link.name for link in links]
     assert names == ["final2-0.r0", "final2-0.r1", "final2-1.r0", "final2-1.r1"]
-
-
-def test_a_configuration_that_comes_from_another_process_has_that_one_watched(monkeypatch):
-    watched = []
-    monkeypatch.setattr(vllms, "end_after_starter", lambda: watched.append(True))
-    made = vllms.PipelineVllmConfig.__new__(vllms.PipelineVllmConfig)
-    made.__dict__["additional_config"] = {"kept": 1}
-    assert pickle.loads(pickle.dumps(made)).additional_config == {"kept": 1}
-    assert watched == [True]

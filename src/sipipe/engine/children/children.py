@@ -34,6 +34,7 @@ from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.ipc.child import start_child
 from sipipe.ipc.errors import LinkClosedError
 from sipipe.ipc.parent import end_this_process
+from sipipe.ipc.starter import ends_in_order
 from sipipe.linux import pidfd_open
 from sipipe.messages.replies import Ready
 from sipipe.messages.start_records import GRACE_SECONDS
@@ -250,6 +251,8 @@ class Children:
 
     def _listen(self) -> None:
         parent = multiprocessing.parent_process()
+        if parent is not None:
+            ends_in_order()
         try:
             while not self._ending:
                 patience = self._turn()

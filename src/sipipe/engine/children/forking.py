@@ -29,7 +29,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, share_of, this_machine
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
-from sipipe.ipc.parent import STARTER
+from sipipe.ipc.starter import STARTER
 from sipipe.versions import installed_vllm
 
 SPINS = "10000"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 from unittest.mock import patch
 
 from vllm.config import VllmConfig
@@ -12,7 +11,6 @@ from vllm.config.utils import config as config_class
 from sipipe.config import SiPipeConfig
 from sipipe.engine.scheduling.speculation import without_speculation
 from sipipe.engine.setup import compatibility
-from sipipe.ipc.parent import end_after_starter
 
 
 @config_class(config={"arbitrary_types_allowed": True})
@@ -29,12 +27,6 @@ class PipelineVllmConfig(VllmConfig):
 
     announced: bool = False
     """Whether a command of ours has said in the foreground how the engine is set up."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """In vLLM's engine process too, which waits for its front end for five minutes, also when
-        that is gone (the executor, which looks after it, comes later)."""
-        self.__dict__.update(state)
-        end_after_starter()
 
     @property
     def use_v2_model_runner(self) -> bool:

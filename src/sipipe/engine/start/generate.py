@@ -22,8 +22,8 @@ from sipipe.engine.setup.decide import decide
 from sipipe.engine.start.arguments import engine_args, parse_engine_args
 from sipipe.engine.start.launch import announce
 from sipipe.engine.start.plugin import checked, engine_config
-from sipipe.errors import ConfigError, SiPipeError
-from sipipe.ipc.sockets import own_sockets, take_reason
+from sipipe.errors import ConfigError, EngineDiedError, SiPipeError
+from sipipe.ipc.sockets import own_sockets
 
 Event = Literal["begin", "text", "end"]
 
@@ -78,8 +78,8 @@ async def _run(
 ) -> bool:
     try:
         engine = AsyncLLM.from_engine_args(arguments)
-    except RuntimeError as error:  # with what the engine has left, the main thread's traceback
-        raise SiPipeError(f"generate: {take_reason() or error}") from None
+    except EngineDiedError as error:
+        raise SiPipeError(f"generate: {error}") from None
     tasks: list[asyncio.Task[None]] = []
     try:
         queues = [asyncio.Queue[str | None]() for _ in texts]

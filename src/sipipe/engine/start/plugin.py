@@ -11,13 +11,14 @@ from contextlib import aclosing, contextmanager
 from functools import partial, wraps
 from importlib.util import find_spec
 from logging import getLogger
-from multiprocessing import current_process
+from multiprocessing import current_process, parent_process
 from pathlib import Path
 from socket import gaierror
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 from sipipe.errors import ConfigError, ResourceError, SiPipeError, tell
+from sipipe.ipc.last_word import leave_last_word
 from sipipe.versions import require_vllm
 
 T = TypeVar("T")
@@ -131,12 +132,15 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
         schedules_ahead,
     )
     from sipipe.engine.setup.vllm_config import PipelineVllmConfig
+    from sipipe.engine.start.ends import say_cause_last, watch_ends
     from sipipe.observe import metrics
 
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     metrics.register()
     tell_clients_why()
-    say_cause_once()
+    watch_ends()
+    if _is_vllms_command() and parent_process() is None:
+        say_cause_last()
     # For no seconds vLLM's server kills all, with a warning for each: one less than the supervisor.
     utils.shutdown = lambda processes, timeout=None: shutdown(processes, timeout or 7)
     engine_args.distributed_executor_backend = Executor
@@ -246,20 +250,6 @@ def _is_vllms_command() -> bool:
     return name.partition(".")[0] == "vllm"
 
 
-def say_cause_once() -> None:
-    """Under ``vllm serve``: vLLM's front end adds nothing to why an engine could not start."""
-    shown = sys.excepthook
-
-    def show(kind: Any, error: Any, where: Any) -> None:
-        if "See root cause above" in str(error):
-            tell(error)
-        else:
-            shown(kind, error, where)
-
-    if _is_vllms_command():
-        sys.excepthook = show
-
-
 def take_first_processors() -> None:
     """Have vLLM's front end look at custom logits processors as those of its PyTorch sampler
     (:mod:`sipipe.worker.hooks.torch_rows`), though the runner is the second one."""
@@ -285,6 +275,7 @@ def tell_clients_why() -> None:
     looks at the finish reason only, unless it is raised."""
     from vllm.exceptions import GenerationError
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineGenerateError
 
     generate = AsyncLLM.generate
     if getattr(generate, "__sipipe__", False):
@@ -292,12 +283,22 @@ def tell_clients_why() -> None:
 
     @wraps(generate)
     async def generate_or_raise(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async with aclosing(generate(self, *args, **kwargs)) as outputs:
-            async for output in outputs:
-                for sequence in output.outputs:
-                    if sequence.finish_reason == "error" and sequence.stop_reason:
-                        raise GenerationError(sequence.stop_reason)
-                yield output
+        try:
+            async with aclosing(generate(self, *args, **kwargs)) as outputs:
+                async for output in outputs:
+                    for sequence in output.outputs:
+                        if sequence.finish_reason == "error" and sequence.stop_reason:
+                            raise GenerationError(sequence.stop_reason)
+                    yield output
+        except EngineGenerateError as error:
+            cause = error.__cause__
+            if str(error) or cause is None:
+                raise
+            # vLLM gives its own error no text, and a client would get an empty message.
+            reason = f"vLLM's front end failed: {type(cause).__name__}: {cause}"
+            if self.errored:  # for everybody: the server ends now
+                leave_last_word(reason)
+            raise EngineGenerateError(reason) from cause
 
     # That the engine is gone has been said, or was meant, and the traceback is nobody's fault.
     getLogger(AsyncLLM.__module__).addFilter(lambda it: "EngineDeadError" not in str(it.exc_info))

@@ -7,13 +7,12 @@ Who runs here
     vLLM's front end, in the main thread; a thread that sleeps on FD; one that says when it serves.
 Guarantees
     The process group does not outlive the supervisor. An engine that dies while it starts, which
-    vLLM watches, ends the server; one that is killed, with a line that says so.
+    vLLM watches, ends the server; the supervisor says why.
 """
 
 import gc
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 import psutil
 
 from sipipe.engine.children.forking import importing
-from sipipe.errors import SiPipeError, tell
+from sipipe.errors import EngineDiedError, SiPipeError, tell
 from sipipe.ipc.parent import end_group_with
 
 
@@ -48,19 +47,17 @@ def main() -> int:
         gc.enable()
         agent = bool(arguments[2])  # its host's number
         return serve(*arguments, started=lambda args: _started(supervisor, args, agent))
+    except EngineDiedError as error:
+        # The supervisor says why, last of all. The interpreter's own end would wait for what vLLM's
+        # start has left behind.
+        os._exit(error.status)
     except SiPipeError as error:
         tell(error)
         return error.status
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
-        # vLLM's start failed. The interpreter's own end would wait for what that left behind.
-        if "See root cause above" not in str(error):
-            traceback.print_exc()
-        elif re.search(r"'\w+': 2\b", str(error)):  # it found the configuration wrong, and said so
-            os._exit(2)
-        elif killed := re.search(r"'(\w+)': -(\d+)", str(error)):
-            tell(f"the engine ended while it started: {killed[1]} was killed by signal {killed[2]}")
+    except Exception:
+        traceback.print_exc()
         os._exit(1)
 
 

@@ -1,0 +1,108 @@
+"""How vLLM's front ends hear of an engine's end: which process ended, how, and why.
+
+Runs in the process that starts engines, by every door, and in vLLM's API servers. The cause is the
+engine's last word (:mod:`sipipe.ipc.last_word`); where it could not say any, because it was killed,
+this side says so, from the exit status. Processes that vLLM starts are tied to this one here.
+"""
+
+import atexit
+import signal
+import sys
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from vllm.v1 import utils as process_utils
+from vllm.v1.engine import coordinator, core
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from sipipe.errors import EngineDiedError, tell
+from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
+from sipipe.ipc.starter import tied
+
+REAPED_SECONDS = 5.0
+"""From the end of a process's descriptors to its exit status, which the kernel has a little later."""
+
+
+class EngineProcesses(engine_utils.CoreEngineProcManager):
+    """vLLM's manager of engine processes, which says how they ended."""
+
+    def finished_procs(self) -> dict[str, int]:
+        """Nothing while all run. Raises EngineDiedError: vLLM asks while it waits for the start.
+        Its own would read exit statuses that are still to come, and say ``{}``."""
+        ended = self._ended()
+        if not ended:
+            return {}
+        for process in ended:
+            _leave_word_of(process, "while it started")
+        self.shutdown()
+        # An engine that found the configuration wrong has ended with a command's status for it.
+        raise EngineDiedError(last_word(), wrong=any(it.exitcode == 2 for it in ended))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As vLLM's, which calls it too when a process has ended by itself."""
+        if not self.manager_stopped.is_set():
+            for process in self._ended():
+                _leave_word_of(process)
+        super().shutdown(timeout)
+
+    def _ended(self) -> list[BaseProcess]:
+        ended = set(wait(self.sentinels(), 0))
+        found = [process for process in self.processes if process.sentinel in ended]
+        for process in found:
+            process.join(REAPED_SECONDS)
+        return found
+
+
+def _leave_word_of(process: BaseProcess, when: str = "") -> None:
+    """Say how an engine's process ended, if it has not said itself why."""
+    status = process.exitcode
+    if status is None or (status == 0 and not when):  # it was told to end
+        return
+    how = f"ended with status {status}"
+    if status < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"was killed by {names.get(-status, f'signal {-status}')}"
+    leave_last_word(" ".join([f"the engine process {process.name} (pid {process.pid})", how, when]))
+
+
+def watch_ends() -> None:
+    """Have this process's engines, and whatever else vLLM starts for them, end with it, and errors of
+    vLLM's clients name the cause. Safe to call again."""
+    hold_last_word()
+    engine, balancer = core.EngineCoreProc, coordinator.DPCoordinatorProc
+    engine.run_engine_core = tied(engine.run_engine_core)
+    balancer.run_coordinator = tied(balancer.run_coordinator)
+    process_utils.run_api_server_worker_proc = tied(process_utils.run_api_server_worker_proc)
+    engine_utils.CoreEngineProcManager = EngineProcesses
+    begin = EngineDeadError.__init__
+    if getattr(begin, "__sipipe__", False):
+        return
+
+    def begin_with_cause(self: EngineDeadError, *args: Any, **kwargs: Any) -> None:
+        """vLLM's text points to a stack trace above, which clients do not have."""
+        begin(self, *args, **kwargs)
+        if cause := last_word():
+            self.args = (f"the engine has ended: {cause}",)
+
+    begin_with_cause.__sipipe__ = True  # type: ignore[attr-defined]
+    EngineDeadError.__init__ = begin_with_cause
+
+
+def say_cause_last() -> None:
+    """Under ``vllm serve``: why the engine ended is the last line, and vLLM's front end adds no
+    traceback to it."""
+    show_others = sys.excepthook
+
+    def show(kind: Any, error: Any, where: Any) -> None:
+        if not isinstance(error, EngineDiedError):
+            show_others(kind, error, where)
+
+    def say() -> None:
+        if cause := last_word():
+            tell(cause)
+
+    if show_others.__name__ != show.__name__:
+        sys.excepthook = show
+        atexit.register(say)

@@ -1,0 +1,19 @@
+"""An engine in the user's own process, as a script has it; it says READY and waits for its input."""
+
+import sys
+
+if __name__ == "__main__":
+    from vllm import LLM
+
+    llm = LLM(
+        model=sys.argv[1],
+        distributed_executor_backend="sipipe.Executor",
+        pipeline_parallel_size=2,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        disable_log_stats=True,
+    )
+    print("READY", flush=True)
+    sys.stdin.read()
