@@ -242,7 +242,7 @@ def kinds(start: Start) -> list[str]:
 
 
 def main() -> None:
-    count, seed = int(sys.argv[1]), int((sys.argv + ["0"])[2])
+    count, seed = int(sys.argv[1]), int([*sys.argv, "0"][2])
     doors = sys.argv[3:] or list(DOORS)
     path = model(Path(tempfile.gettempdir()) / f"lives-{os.getuid()}")
     bad = 0

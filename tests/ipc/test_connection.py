@@ -19,7 +19,6 @@ from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.frames import FRAME
 from sipipe.ipc.secret import private_keys, read_secret
-from sipipe.ipc.tcp import resolve
 
 BOUND = 30.0
 
@@ -318,8 +317,6 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours(open_end):
             open_end(port, listens=True)
     with pytest.raises(ConfigError, match=r"port 29501 of 192.0.2.7 .*an address of this host"):
         Connection("192.0.2.7", 29501, listens=True, who="x")
-    with pytest.raises(ConfigError, match=r"--master-addr no\.such\.host\.invalid: no such host"):
-        resolve("no.such.host.invalid", "--master-addr")
 
 
 def test_where_the_secret_comes_from(monkeypatch, tmp_path):

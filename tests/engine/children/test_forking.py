@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from sipipe.cores import Core, plan_cores
 from sipipe.engine.children import forking
 from sipipe.engine.start import server
-from sipipe.ipc.parent import STARTER
+from sipipe.ipc.starter import STARTER
 
 SHORTLY = {"GOMP_SPINCOUNT": "10000"}
 LIBGOMP = "/torch/lib/libgomp.so.1"

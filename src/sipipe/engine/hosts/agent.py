@@ -33,13 +33,14 @@ from sipipe.engine.setup.host_agreement import (
     agreed,
     control_port,
     link_port,
+    main_address,
     own_address,
 )
 from sipipe.engine.setup.record import Setup, assign_devices
 from sipipe.errors import ConfigError, StallError, tell
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import ChannelClosed, PeerDiedError
-from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
+from sipipe.ipc.tcp import OTHER_PORT, SAID_SECONDS, check_port
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request
 from sipipe.messages.pickles import out_of_band, whole
@@ -60,7 +61,9 @@ def run_agent(
     Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
     hosts = setup.config.hosts
-    address, port = own_address(hosts), control_port(hosts, setup.node)
+    seconds = setup.config.start_timeout
+    address = own_address(hosts, seconds)
+    port = control_port(hosts, setup.node)
     ranks = [(setup.here[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
     ports = [link_port(setup, rank) for rank in ranks]
     for listens in ports:
@@ -69,7 +72,8 @@ def run_agent(
     listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
     tell(f"{setup.has()}; connects to {main}; links on {address}: {listed}")
     ready()
-    connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=main)
+    at = main_address(hosts, setup.node, seconds)
+    connection = Connection(at, port, listens=False, who=main)
     try:
         plan, clock_offset_ns = _introduce(setup, connection, address, main)
     except BaseException:
@@ -95,10 +99,19 @@ def _introduce(
     setup: Setup, connection: Connection, address: str, main: str
 ) -> tuple[say.Plan, int]:
     """What the main host wants, and what to add to this host's wall clock to have its."""
-    deadline, refusals = time.monotonic() + setup.config.start_timeout, 0
+    began = time.monotonic()
+    deadline = began + setup.config.start_timeout
+    said = began
+    refusals = 0
     # wait: `start_timeout`; the main host
-    while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
+    while not connection.wait_for_peer(min(SAID_SECONDS, max(0.0, deadline - time.monotonic()))):
         if not connection.refused:
+            now = time.monotonic()
+            if now < deadline:
+                if now - said >= SAID_SECONDS:
+                    said = now
+                    tell(f"waits for {main}, {now - began:.0f} s by now")
+                continue
             raise StallError(
                 f"{main} cannot be reached within {setup.config.start_timeout:g} s: is it started, "
                 "and --master-addr one of its addresses that this host can reach?"

@@ -28,13 +28,13 @@ from vllm.logger import init_logger
 from sipipe.engine.children.events import Events
 from sipipe.engine.iteration.calls import result_of
 from sipipe.engine.iteration.telemetry import Telemetry
-from sipipe.engine.setup.host_agreement import agreed, control_port, difference
+from sipipe.engine.setup.host_agreement import agreed, control_port, difference, main_address
 from sipipe.engine.setup.record import Setup
 from sipipe.engine.setup.stages import named, stages_of_hosts
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError
-from sipipe.ipc.tcp import resolve
+from sipipe.ipc.tcp import SAID_SECONDS
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request
 from sipipe.messages.pickles import out_of_band, whole
@@ -52,7 +52,7 @@ def meet(setup: Setup) -> list[RemoteHost]:
     with other versions or settings. StallError: a host did not come within the start timeout."""
     if (hosts := setup.config.hosts).count == 1:
         return []
-    address = resolve(hosts.address, "--master-addr")
+    address = main_address(hosts, setup.node, setup.config.start_timeout)
     deadline = time.monotonic() + setup.config.start_timeout
     remotes: list[RemoteHost] = []
     try:
@@ -111,9 +111,17 @@ class RemoteHost:
 
     def _meet(self, deadline: float) -> None:
         setup, connection, warned = self._setup, self._connection, False
+        began = time.monotonic()
+        said = began
         # wait: `start_timeout`; the agent
-        while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
-            if time.monotonic() > deadline:
+        while not connection.wait_for_peer(
+            min(SAID_SECONDS, max(0.0, deadline - time.monotonic()))
+        ):
+            now = time.monotonic()
+            if now - said >= SAID_SECONDS:
+                said = now
+                logger.info("waits for host %d to come, %.0f s by now", self.node, now - began)
+            if now > deadline:
                 raise StallError(
                     f"host {self.node} did not come within {setup.config.start_timeout:g} s: was it "
                     f"started (--node-rank {self.node} --headless), and can it reach this address?"

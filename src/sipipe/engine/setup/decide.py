@@ -39,7 +39,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
     reason = compatibility.why_not_samplers(vllm_config, config)
     parallel = vllm_config.parallel_config
-    check_hosts(config.hosts, node)
+    check_hosts(config.hosts, node, config.start_timeout)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
     replicas, workers = vllm_config.replicas, len(here) * tp  # of each

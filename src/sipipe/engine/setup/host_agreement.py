@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from sipipe.config import HostSettings
 from sipipe.engine.setup.stages import stages_of_hosts
 from sipipe.errors import ConfigError
 from sipipe.ipc.secret import read_secret
-from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
+from sipipe.ipc.tcp import OTHER_PORT, address_of, check_port
 
 if TYPE_CHECKING:
     from sipipe.engine.setup.record import Setup
@@ -26,33 +25,27 @@ OWN_SETTINGS = {"cores", "devices", "samplers", "trace", "trace_limit"}
 """Settings that each host may have its own value of."""
 
 
-NAME_SECONDS = 30.0
-"""In which the main host's name may come to be: in Kubernetes with its pod, or a little later."""
-
-
-def check_hosts(hosts: HostSettings, node: int = 0) -> None:
-    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one. Raises
-    ConfigError: no address, no such host, or no secret."""
+def check_hosts(hosts: HostSettings, node: int = 0, seconds: float = 0.0) -> None:
+    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one, and
+    names may come to be within ``seconds``. Raises ConfigError: no address, no such host, or no
+    secret. ResourceError: a name that did not come."""
     if hosts.count > 1:
         if not hosts.address:
             raise ConfigError(
                 f"--nnodes {hosts.count} needs --master-addr, the main host's address, on every host"
             )
         read_secret()
-        deadline = time.monotonic() + (NAME_SECONDS if node else 0.0)
-        while True:
-            try:
-                address = resolve(hosts.address, "--master-addr")
-                break
-            except ConfigError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(1.0)  # wait: 30 s (`NAME_SECONDS`); the main host's name
+        address = main_address(hosts, node, seconds)
         if address.startswith("127.") and hosts.address not in (address, "localhost"):
             raise ConfigError(
                 f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no "
                 "other host comes: give its address in a network that all are in"
             )
+
+
+def main_address(hosts: HostSettings, node: int, seconds: float) -> str:
+    """The main host's address, as host ``node`` has it. Raises as :func:`check_hosts`."""
+    return address_of(hosts.address, "--master-addr", seconds, own=node == 0)
 
 
 def control_port(hosts: HostSettings, node: int) -> int:
@@ -68,12 +61,13 @@ def link_port(setup: Setup, rank: int) -> int:
     return hosts.port + hosts.count - 1 + boundary * setup.ranks + rank % setup.ranks
 
 
-def own_address(hosts: HostSettings) -> str:
-    """This host's address as others reach it: ``VLLM_HOST_IP``, else that of its route to the main
-    host. Raises ConfigError: there is no route."""
+def own_address(hosts: HostSettings, seconds: float = 0.0) -> str:
+    """The address of this host, which is not the main one, as others reach it: ``VLLM_HOST_IP``,
+    else that of its route to the main host. Names may come to be within ``seconds``. Raises
+    ConfigError: there is no route. ResourceError: a name that did not come."""
     if envs.VLLM_HOST_IP:
-        return resolve(envs.VLLM_HOST_IP, "VLLM_HOST_IP")
-    main = resolve(hosts.address, "--master-addr")
+        return address_of(envs.VLLM_HOST_IP, "VLLM_HOST_IP", seconds, own=True)
+    main = main_address(hosts, 1, seconds)
     family = socket.AF_INET6 if ":" in main else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -86,10 +80,10 @@ def own_address(hosts: HostSettings) -> str:
         ) from None
 
 
-def check_main_host(hosts: HostSettings) -> None:
+def check_main_host(hosts: HostSettings, seconds: float = 0.0) -> None:
     """Refuse to be the main host where its ports cannot be listened on, before a model is loaded."""
     for node in range(1, hosts.count):
-        address = resolve(hosts.address, "--master-addr")
+        address = main_address(hosts, 0, seconds)
         check_port(address, control_port(hosts, node), OTHER_PORT)
 
 

@@ -5,12 +5,12 @@ engine's last word (:mod:`sipipe.ipc.last_word`); where it could not say any, be
 this side says so, from the exit status. Processes that vLLM starts are tied to this one here.
 """
 
-import atexit
 import signal
 import sys
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+from weakref import finalize
 
 from vllm.v1 import utils as process_utils
 from vllm.v1.engine import coordinator, core
@@ -105,4 +105,7 @@ def say_cause_last() -> None:
 
     if show_others.__name__ != show.__name__:
         sys.excepthook = show
-        atexit.register(say)
+        # Finalizers run in the opposite order of their making at the interpreter's end, and vLLM's,
+        # which end its processes and log it, are made later. Rejected: atexit, whose order depends
+        # on who was the first to make a finalizer.
+        finalize(sys.modules[__name__], say)

@@ -181,7 +181,7 @@ def check_setup(setup: Any) -> list[str]:
     if setup.config.trace is not None:
         check_directory(setup.config.trace)
     if not setup.node:
-        check_main_host(setup.config.hosts)
+        check_main_host(setup.config.hosts, setup.config.start_timeout)
     return describe_setup(setup)
 
 
