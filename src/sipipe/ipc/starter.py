@@ -30,7 +30,8 @@ from sipipe.messages.start_records import GRACE_SECONDS
 STARTER = "SiPipeStarter"
 """A thread that sleeps, and holds no lock."""
 
-_orderly = threading.Event()  # wait: nobody waits for it; it is only asked
+_orderly = threading.Event()
+"""Whether this process has an end of its own for that; nobody waits for it."""
 _watching = False
 
 
