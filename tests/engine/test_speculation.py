@@ -57,6 +57,33 @@ def batches():
     ]
 
 
+ALIKE = ["北", "京", "上", "海", "市", "ä", "å", "æ", "à", "ß", "ü", "🌶", "🌷", "🍕", "a", "b", " "]
+"""Letters of one to four bytes, many of which begin with the same byte."""
+
+
+def grammars(count):
+    """Grammars over letters that share bytes: choices and regexes, those of public reports first."""
+    rng = random.Random(11)
+
+    def text():
+        return "".join(rng.choice(ALIKE) for _ in range(rng.randint(1, 12)))
+
+    found = [
+        {"choice": ["北京市", "上海市"]},
+        {"choice": ["上海市", "上京"]},
+        {"regex": "Grüße 🌶 aus Köln"},
+        {"choice": ["ab " * 2000, "ab " * 2000 + "x"]},
+    ]
+    while len(found) < count:
+        texts = [text() for _ in range(rng.randint(1, 4))]
+        repeated = f"{rng.choice(ALIKE)}{{2,5}}"
+        found += [
+            {"choice": sorted(set(texts))},
+            {"regex": f"{texts[0]}({'|'.join(texts)}){repeated}"},
+        ]
+    return found[:count]
+
+
 def run(path, asked, **engine):
     """What came, and how many drafts were verified and drawn, by the engine's metrics."""
     counters = {"metrics": "vllm:spec_decode_num_"}
@@ -79,6 +106,19 @@ def with_and_without(path, asked, drafts=SPECULATIVE, **engine):
 @pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_drafts_change_no_token(models, pp):
     with_and_without(model(models), batches(), sipipe={"samplers": 2}, pipeline_parallel_size=pp)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_drafts_change_no_token_of_any_grammar(models, backend):
+    """Also where what is forced begins or ends inside a character, or is long."""
+    base = {"temperature": 0.0, "max_tokens": 40}
+    asked = [base | {"structured_outputs": grammar} for grammar in grammars(40)]
+    asked += [params | {"temperature": 0.9, "seed": 5} for params in asked[::3]]
+    batches = [{"prompts": repeating(len(asked)), "params": asked}]
+    settings = {"sipipe": {"samplers": 2}, "pipeline_parallel_size": 2}
+    settings["structured_outputs_config"] = {"backend": backend}
+    with_and_without(model(models), batches, **settings)
 
 
 @pytest.mark.skipif(find_spec("arctic_inference") is None, reason="Arctic Inference")

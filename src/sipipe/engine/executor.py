@@ -27,6 +27,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from sipipe.best_effort import BestEffort
 from sipipe.cores import claim
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
@@ -89,7 +90,8 @@ class Executor(VllmExecutor):
         self._setup = decide(self.vllm_config)
         self._setup.apply()
         told = self._setup.vllm_config.announced  # by a command of ours, of replica 0
-        for line in describe_setup(self._setup):
+        advising = BestEffort("describing how the engine is set up", bounded=False)
+        for line in advising([], describe_setup, self._setup):
             if not told or self.parallel_config.data_parallel_index:
                 logger.info("%s", line)
         self._cores = claim(self._setup.cores)
@@ -154,7 +156,8 @@ class Executor(VllmExecutor):
         self._setup = running.setup
         found = self.scheduler_config.get_scheduler_cls()
         self.scheduler_config.scheduler_cls = pipeline.observed(found)
-        self._setup.bind_scheduler(pipeline.resolver.thread.native_id or 0)
+        binding = BestEffort("binding the scheduler to its cores", bounded=False)
+        binding(None, self._setup.bind_scheduler, pipeline.resolver.thread.native_id or 0)
         self._started = True
         logger.info("%s", running)
 

@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from sipipe.best_effort import BestEffort
 from sipipe.ipc.sockets import open_own
 from sipipe.linux import memfd_create
 from sipipe.observe.format import TraceError
@@ -214,8 +215,12 @@ _PHASE_LAST = int(Word.PHASE_LAST)
 _PHASE_NS = int(Word.PHASE_NS)
 
 
+_counting = BestEffort("counting for the statistics page", bounded=False)
+
+
 class LiveWriter:
-    """Writes one process's block, from that process alone: no lock, no system call."""
+    """Writes one process's block, from that process alone: no lock. What cannot be written, a number
+    of more than 63 bits say, is left out (:mod:`sipipe.best_effort`)."""
 
     def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
         self._page = page  # keeps the mapping alive
@@ -226,6 +231,11 @@ class LiveWriter:
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
         """Take one record in; batches last: who sees the batch sees its sequences and its time."""
+        _counting(None, self._phase, phase, iteration, start_ns, end_ns, batch, tokens)
+
+    def _phase(
+        self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
+    ) -> None:
         words = self._words
         words[_PHASE_LAST + phase] = iteration + 1
         words[_PHASE_NS + phase] += end_ns - start_ns
@@ -236,10 +246,14 @@ class LiveWriter:
 
     def add(self, word: Word, amount: int = 1) -> None:
         """Let a counter grow."""
+        _counting(None, self._add, word, amount)
+
+    def _add(self, word: Word, amount: int) -> None:
         self._words[word] += amount
 
     def set(self, word: Word, value: int) -> None:
-        self._words[word] = value
+        """Set a gauge."""
+        _counting(None, self._words.__setitem__, word, value)
 
 
 def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from sipipe._version import __version__
+from sipipe.best_effort import BestEffort
 from sipipe.observe.live import LivePage, Word, run_id, still_there
 from sipipe.observe.phases import Role
 from sipipe.observe.poll import Block, Poll
@@ -129,6 +130,7 @@ class Collector:
     """The collector that prometheus_client asks at each scrape."""
 
     def __init__(self) -> None:
+        self._collecting = BestEffort("reading SiPipe's figures for /metrics", bounded=False)
         self._polls: list[Poll] = []
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
@@ -137,7 +139,11 @@ class Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The metric families; none while no engine runs."""
+        """The metric families; none while no engine runs, nor where they cannot be read: vLLM's own
+        are served all the same."""
+        yield from self._collecting([], self._collect)
+
+    def _collect(self) -> list[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
@@ -151,7 +157,7 @@ class Collector:
                     make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
                     families[name] = make(name, metric.help, labels=[label for label, _ in labels])
                 families[name].add_metric([text for _, text in labels], value)
-        yield from families.values()
+        return list(families.values())
 
 
 _registered: Collector | None = None
@@ -180,6 +186,7 @@ class Publisher:
         self._seen: dict[tuple[str, Labels], float] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._publishing = BestEffort("writing SiPipe's figures for /metrics", bounded=False)
 
     def start(self) -> None:
         """Start publishing, unless the collector does the work."""
@@ -216,5 +223,8 @@ class Publisher:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            with contextlib.suppress(ValueError):  # the page was closed under us: the end
-                self.publish()
+            self._publishing(None, self._publish)
+
+    def _publish(self) -> None:
+        with contextlib.suppress(ValueError):  # the page was closed under us: the end
+            self.publish()

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from sipipe.best_effort import BestEffort
 from sipipe.errors import ConfigError
 from sipipe.messages.start_records import Watched
 from sipipe.observe.format import CPU, DROPPED, OLDER, PACK, SUFFIX, Header, encode_header
@@ -38,6 +39,7 @@ CAPACITY = 1 << 15
 INTERVAL = 0.2
 """Seconds between two spills."""
 _LIMIT = 0xFFFFFFFF
+_recording = BestEffort("recording a phase for the trace", bounded=False)
 
 
 def check_directory(directory: str) -> None:
@@ -105,16 +107,28 @@ class Recorder:
     ) -> None:
         """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``
         (:func:`time.monotonic_ns`). Any thread. ``slot``: 0 to 65,535; ``batch``: sequences."""
-        if self._over:
-            pass
-        elif len(self._records) < CAPACITY:
+        if not self._over:
+            values = phase, iteration, slot, start_ns, end_ns, batch, tokens
+            _recording(None, self._append_record, *values)
+        self._count(phase, iteration, start_ns, end_ns, batch, tokens)
+
+    def _append_record(
+        self,
+        phase: int,
+        iteration: int,
+        slot: int,
+        start_ns: int,
+        end_ns: int,
+        batch: int,
+        tokens: int,
+    ) -> None:
+        if len(self._records) < CAPACITY:
             if (thread := self._threads.get(threading.get_ident())) is None:
                 thread = self._begin_thread()
             n = iteration & 0xFFFFFFFF  # months of iterations go round, and end no engine
             self._records.append(PACK.pack(start_ns, end_ns, n, batch, tokens, phase, thread, slot))
         else:
             self._dropped += 1
-        self._count(phase, iteration, start_ns, end_ns, batch, tokens)
 
     def _begin_thread(self) -> int:
         """The number of the thread that calls, which records for the first time."""

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sipipe.best_effort import BestEffort
 from sipipe.cores import run_soon
 from sipipe.errors import SiPipeError
 from sipipe.ipc.errors import ChannelClosed
@@ -86,6 +87,7 @@ class Sampler:
             natural_reasoning_end_token_ids=settings.reasoning[2],
         )
         self._drafter = drafter(settings.speculation, settings.vocab_size)
+        self._drafting = BestEffort("proposing drafts", bounded=False)
         self._say = say
         self._owed = -1
         """The last iteration that a predecessor left."""
@@ -230,9 +232,8 @@ class Sampler:
         with entry:
             for part, draw in zip(shares, chain(first, draws), strict=True):
                 drawn = draw(entry.array)
-                drafts = self._drafter.propose(
-                    handles[part], rows[part], drawn.token_ids, step.worth
-                )
+                asked = handles[part], rows[part], drawn.token_ids, step.worth
+                drafts = self._drafting([], self._drafter.propose, *asked)
                 if more := part is not shares[-1]:
                     self._send(step.iteration, rows[part], drawn, [], drafts, more)
         if alone:

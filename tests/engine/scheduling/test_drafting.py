@@ -20,12 +20,16 @@ from sipipe.errors import UnsupportedError
 from sipipe.messages.step import Sampled, Step, int32_bytes
 
 
-class Grammar:
-    def __init__(self, text):
-        self.matcher = SimpleNamespace(find_jump_forward_string=lambda: text)
+class Forced:
+    """Stands for :class:`.ForcedTokens`: what is said to be forced, by request."""
 
-    def is_terminated(self):
-        return False
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def of(self, request, most):
+        if isinstance(tokens := self.tokens.get(request.request_id, []), Exception):
+            raise tokens
+        return tokens[:most]
 
 
 class Scheduler:
@@ -39,8 +43,7 @@ class Scheduler:
         self.words = {}
         live = SimpleNamespace(add=lambda word, by: self.words.update({word.name: by}))
         self.telemetry = SimpleNamespace(live=live)
-        tokenizer = SimpleNamespace(encode=lambda text, **_: list(map(ord, text)))
-        self.structured_output_manager = SimpleNamespace(tokenizer=tokenizer, reasoner_cls=None)
+        self.structured_output_manager = None
         self.told = {}
         self.iterations = SimpleNamespace(drafts=lambda: flying)
 
@@ -109,9 +112,11 @@ def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
     assert scheduler.tracker.worth == pytest.approx(worth)
 
 
-def taken(scheduler, *, grammar=False, drafts=None, offered=None, told=None, errors=None):
+def taken(
+    scheduler, *, forced=None, drafts=None, offered=None, told=None, errors=None, broken=False
+):
     tokens = Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, 6, 7]))
-    work = Work(step=Step(0, grammar=grammar), sampled=["0", "0", "0", "1"])
+    work = Work(step=Step(0, grammar=forced is not None), sampled=["0", "0", "0", "1"])
     iteration = SimpleNamespace(
         work=work,
         tokens=[tokens],
@@ -120,7 +125,11 @@ def taken(scheduler, *, grammar=False, drafts=None, offered=None, told=None, err
         number=0,
         output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
     )
-    Speculation(scheduler, told or controller()).take(iteration)
+    speculative = Speculation(scheduler, told or controller())
+    speculative._forced = Forced(forced or {})
+    if broken:
+        del iteration.errors
+    speculative.take(iteration)
 
 
 def test_what_samplers_propose_is_the_schedulers_and_counted():
@@ -140,12 +149,11 @@ def test_a_request_that_fails_takes_no_draft_back():
 def test_text_without_a_choice_is_drafted_while_it_is_worth_its_rows():
     """A model may cut it into other tokens; in a full batch rows are dear."""
     scheduler = Scheduler(0, 0)
-    scheduler.running[1].structured_output_request = SimpleNamespace(grammar=Grammar("ab"))
     scheduler.tracker.worth = 1.2
-    taken(scheduler, grammar=True)
+    taken(scheduler, forced={"1": [97, 98]})
     assert not scheduler.told
     scheduler.tracker.worth = 0.9
-    taken(scheduler, grammar=True)
+    taken(scheduler, forced={"1": [97, 98]})
     assert scheduler.told == {"1": [97, 98]}
 
 
@@ -159,10 +167,29 @@ def test_a_request_that_was_preempted_meanwhile_gets_no_drafts():
 
 def test_text_without_a_choice_is_drafted_in_its_place():
     scheduler = Scheduler(0, 0)
-    for request, text in zip(scheduler.running, ("ab", ""), strict=True):
-        request.structured_output_request = SimpleNamespace(grammar=Grammar(text))
-    taken(scheduler, grammar=True, drafts={"0": [1], "1": [2]})
+    taken(scheduler, forced={"0": [97, 98]}, drafts={"0": [1], "1": [2]})
     assert scheduler.told == {"0": [97, 98], "1": [2]}
+
+
+def test_what_fails_while_drafts_are_found_leaves_the_others():
+    scheduler = Scheduler(0, 0)
+    taken(
+        scheduler,
+        forced={"0": UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "end")},
+        drafts={"1": [2]},
+    )
+    assert scheduler.told == {"1": [2]}
+    taken(scheduler, broken=True)
+    assert scheduler.told == {"1": [2]}, "none this time"
+
+
+def test_drafts_that_cannot_be_fitted_are_left_out():
+    """What nobody has counted could have more rows than there is room for."""
+    scheduler = Scheduler(8, 2)
+    scheduler.kv_cache_manager = None
+    Speculation(scheduler, controller()).fit()
+    assert scheduler.lengths == [0, 0]
+    assert scheduler.tracker.worth == 1.0
 
 
 @pytest.mark.parametrize(

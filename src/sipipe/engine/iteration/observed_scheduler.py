@@ -14,6 +14,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
@@ -45,6 +46,7 @@ class ObservedScheduler:
         self._idle_from = time.monotonic_ns()
         self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
         self._busy = False
+        self._watching = BestEffort("the figures of requests", bounded=False)
         if isinstance(self, PipelineScheduler):
             self.use_pp = False  # the tracker knows the tokens that stages are to be told
             self._times = self.telemetry.measured_times(self.controller, self.ahead)
@@ -57,7 +59,7 @@ class ObservedScheduler:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
-        self._show(began)
+        self._watching(None, self._show, began)
         self._speculation.fit()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
@@ -89,7 +91,7 @@ class ObservedScheduler:
             self._clear_blocks()
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
-            self._time_first_tokens(model_runner_output)
+            self._watching(None, self._time_first_tokens, model_runner_output)
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -103,7 +105,7 @@ class ObservedScheduler:
         ended = time.monotonic_ns()
         if iteration is not None:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
-        self._show(ended)
+        self._watching(None, self._show, ended)
         return result
 
     def _clear_blocks(self) -> None:

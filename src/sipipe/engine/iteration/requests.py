@@ -29,6 +29,7 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 
+from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.balance import Balancer
 from sipipe.engine.iteration.tracked_request import ON_DEVICE, TrackedRequest
 from sipipe.messages.params import SequenceParams, derive_seed, is_plain
@@ -70,6 +71,7 @@ class RequestTracker:
         """How likely drafts have to be; the scheduler says it before each output."""
         self._engine_seed = engine_seed
         self._balancer = balancer
+        self._evening = BestEffort("evening the samplers' work", bounded=False)
         self._requests: dict[str, TrackedRequest] = {}
         self._next_handle = 0
         self._names: dict[str, str] = {}
@@ -128,7 +130,7 @@ class RequestTracker:
         others = self._members(output.scheduled_cached_reqs)
         if output.scheduled_new_reqs:
             beside = self._balancer.loads(others)
-        elif (index := self._balancer.move(others)) is not None:
+        elif (index := self._evening(None, self._balancer.move, others)) is not None:
             moved = others[index]
         for new in output.scheduled_new_reqs:
             prompt = new.prompt_token_ids or [0] * _rows(new.prompt_embeds)
@@ -263,7 +265,7 @@ class RequestTracker:
                 params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))
             except ValueError as problem:
                 error = str(problem)
-            cost = self._balancer.cost(params)
+            cost = self._evening(0.0, self._balancer.cost, params)
             asked = sampling_params.prompt_logprobs, sampling_params.prompt_logprob_token_ids
             scores = any(one is not None for one in asked)  # an array is no truth
         request = TrackedRequest(

@@ -7,10 +7,12 @@ sends what its processes wrote. The recorder writes a trace file where the setti
 
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import vllm
 
+from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.setup.record import Setup
@@ -110,7 +112,8 @@ class Telemetry(Figures):
         """The times of stages, samplers and this process, as a controller's input."""
         way = (Phase.DISPATCH,) if ahead else ()
         times = MeasuredTimes(controller, self._page, samplers=self._samplers, way=way)
-        self.poll = times.poll
+        polling = BestEffort("fitting the stages' times", bounded=False)
+        self.poll = partial(polling, None, times.poll)
         return times
 
     def close(self) -> None:

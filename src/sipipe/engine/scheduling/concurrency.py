@@ -29,6 +29,7 @@ from functools import partial
 from operator import sub
 from typing import NamedTuple
 
+from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iterations import Iteration
 from sipipe.engine.scheduling.times import (
     ENOUGH,
@@ -80,6 +81,8 @@ class ConcurrencyController:
         """Of a sequence in a pass, lately: with drafts more than one. Lines are by rows."""
         self.slots = slots
         self.chosen = slots
+        self._pricing = BestEffort("pricing by the stages' times", bounded=False)
+        self._choosing = BestEffort("choosing the number of microbatches", bounded=False)
         self._held = 0
         self._held_for = self._asked = 0
 
@@ -88,14 +91,17 @@ class ConcurrencyController:
         another), in seconds; in tokens until that is known."""
         if self.times.fits != self._priced:
             self._priced = self.times.fits
-            found = [self.times.prices(i) for i in range(self.stages)]
-            sure = all(self.times.sure(i) for i in range(self.stages))
-            chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
-            slowest = max(found, key=lambda each: each.of(chunk))
-            # What is pending has a price.
-            slowest = slowest._replace(token=max(slowest.token, 1e-9))
-            self._prices = slowest if sure else self.first
+            self._prices = self._pricing(self._prices, self._slowest)
         return self._prices
+
+    def _slowest(self) -> Prices:
+        found = [self.times.prices(i) for i in range(self.stages)]
+        sure = all(self.times.sure(i) for i in range(self.stages))
+        chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
+        slowest = max(found, key=lambda each: each.of(chunk))
+        # What is pending has a price.
+        slowest = slowest._replace(token=max(slowest.token, 1e-9))
+        return slowest if sure else self.first
 
     @property
     def measured(self) -> bool:
@@ -152,6 +158,11 @@ class ConcurrencyController:
         """How many microbatches ``sequences`` decoding sequences should form; one call a visit."""
         most = max(1, min(self.slots, sequences))
         self._held += 1
+        self._choosing(None, self._choose, sequences, most)
+        self.formed = min(self.chosen, most)
+        return self.formed
+
+    def _choose(self, sequences: int, most: int) -> None:
         # What was chosen for the last few of a burst says nothing for the next burst.
         few, many = sorted((sequences, self._held_for))
         held = self._held < HOLD and many <= ALIKE * few
@@ -163,8 +174,6 @@ class ConcurrencyController:
             now = self.period(sequences, min(self.chosen, most))
             if self.period(sequences, best) < (1 - GAIN) * now:
                 self.chosen, self._held, self._held_for = best, 0, sequences
-        self.formed = min(self.chosen, most)
-        return self.formed
 
 
 class MeasuredTimes:

@@ -11,6 +11,9 @@ speculation fades as the batch fills, and where nothing repeats, also what a gra
 drafts were not right often enough; rows of all iterations in flight stay
 within BIC-L's, and none are taken while the KV cache runs out.
 
+All of it only saves time: where a part fails, requests have no drafts this time
+(:mod:`sipipe.best_effort`).
+
 Who runs here: the engine's thread.
 """
 
@@ -19,7 +22,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import fields
-from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,9 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
+from sipipe.best_effort import BestEffort
 from sipipe.config import SiPipeConfig
+from sipipe.engine.scheduling.forced import ForcedTokens
 from sipipe.errors import UnsupportedError
 from sipipe.messages.start_records import NGramSettings, SuffixSettings
 from sipipe.observe.live import Word
@@ -139,12 +143,21 @@ class Speculation(NoSpeculation):
         # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
         sizes = scheduler.max_num_running_reqs + 1
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
-        tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
-        self._encode = lru_cache(1024)(partial(_encoded, tokenizer))
+        self._forced = ForcedTokens(scheduler.structured_output_manager)
+        self._fitting = BestEffort("fitting drafts into the next microbatch", bounded=False)
+        self._taking = BestEffort("taking drafts in", bounded=False)
+        self._forcing = BestEffort("finding the tokens that a grammar forces")
         self._each = self._right = 1.0
         """Tokens of a request in a pass, lately; and what part of drafts was accepted."""
 
     def fit(self) -> None:
+        if not self._fitting(False, self._fit):
+            # Drafts that nobody has counted could have more rows than BIC-L.
+            for request in self._scheduler.running:
+                request.spec_token_ids = []
+            self._scheduler.tracker.worth = 1.0
+
+    def _fit(self) -> bool:
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
         drafting = [request for request in running if request.spec_token_ids]
@@ -168,8 +181,12 @@ class Speculation(NoSpeculation):
         price = controller.price(sequences) if controller is not None else None
         worth = (UNKNOWN_PRICE if price is None else price * MARGIN) * sequences * self._each
         scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
+        return True
 
     def take(self, iteration: Iteration) -> None:
+        self._taking(None, self._take, iteration)
+
+    def _take(self, iteration: Iteration) -> None:
         drafts = iteration.output.scheduled_spec_decode_tokens
         if rows := len(iteration.work.sampled):
             drawn = sum(len(part.tokens) for part in iteration.tokens or ()) // _INT32
@@ -187,9 +204,12 @@ class Speculation(NoSpeculation):
             self._live.add(Word.DRAFTED, len(drafts))
         found = iteration.drafts
         if iteration.work.step.grammar and self._right > self._scheduler.tracker.worth:
+            most = self._scheduler.num_spec_tokens
             for request_id in dict.fromkeys(iteration.work.sampled):
                 request = self._scheduler.requests.get(request_id)
-                if request is not None and (forced := self._forced(request)):
+                if request is None:
+                    continue
+                if forced := self._forcing([], self._forced.of, request, most):
                     found[request_id] = forced
         # One that was preempted may be in another iteration by now, whose token comes first.
         found = {name: tokens for name, tokens in found.items() if self._is_next(name, iteration)}
@@ -201,29 +221,6 @@ class Speculation(NoSpeculation):
         request: Request | None = self._scheduler.requests.get(request_id)
         running = request is not None and request.status == RequestStatus.RUNNING
         return running and bool(self._scheduler.tracker.is_last(iteration.number, request_id))
-
-    def _forced(self, request: Request) -> list[int]:
-        """What the request's grammar leaves no choice in. Its text is one; a model may cut it into
-        other tokens than the tokenizer does."""
-        manager = self._scheduler.structured_output_manager
-        asked = request.structured_output_request
-        if asked is None or (manager.reasoner_cls is not None and not asked.reasoning_ended):
-            return []
-        if (grammar := asked.grammar).is_terminated():
-            return []
-        most = self._scheduler.num_spec_tokens
-        if (matcher := getattr(grammar, "matcher", None)) is not None:  # xgrammar
-            text = matcher.find_jump_forward_string()
-            return self._encode(text)[:most] if text else []
-        if (matcher := getattr(grammar, "ll_matcher", None)) is not None:  # guidance
-            tokens: list[int] = matcher.compute_ff_tokens()[:most]
-            return tokens
-        return []
-
-
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
-    return found
 
 
 def _level(lengths: list[int], room: int) -> int:
