@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import io
 import json
+import zlib
 
 import pytest
 
@@ -34,6 +36,10 @@ class StandIn:
             return aiohttp.web.json_response({"error": "too long"}, status=400)
         if body.get("act") == "sleep" and self.name.startswith("decode"):
             await asyncio.sleep(60)
+        if body.get("act") == "odd" and self.name.startswith("prefill"):
+            return aiohttp.web.Response(text=body["answer"], content_type="application/json")
+        if body.get("act") == "flood" and self.name.startswith("decode"):
+            return await self.flood(request)
         if not body["stream"]:
             there = {"kv_transfer_params": {"at": self.name}} if body.get("act") == "tell" else {}
             return aiohttp.web.json_response({"from": self.name} | there)
@@ -50,15 +56,27 @@ class StandIn:
                 self.ended.set()
         return stream
 
+    async def flood(self, request):
+        """Send for ever, to whom takes it."""
+        stream = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        try:
+            while True:
+                await stream.write(b"data: " + b"x" * 65536 + b"\n\n")
+        finally:
+            self.ended.set()
+
 
 class Running:
     """A router before stand-ins of some names; those of none are not there (``absent``: ports)."""
 
-    def __init__(self, prefill, decode, timeout=20.0):
-        self.names, self.runners, self.timeout = (prefill, decode), [], timeout
+    def __init__(self, prefill, decode, **bounds):
+        self.names = (prefill, decode)
+        self.runners = []
+        self.bounds = {"timeout": 20.0, "client_timeout": 20.0, "max_body": 1 << 20} | bounds
 
-    async def serve(self, app, port):
-        runner = aiohttp.web.AppRunner(app, handler_cancellation=True)
+    async def serve(self, app, port, **limits):
+        runner = aiohttp.web.AppRunner(app, **{"handler_cancellation": True} | limits)
         await runner.setup()
         self.runners.append(runner)
         await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
@@ -78,9 +96,10 @@ class Running:
                 else:
                     self.absent.append(port)
             kinds.append(module.Engines(kind, addresses))
-        port = free_port()
-        await self.serve(module.Router(*kinds, self.timeout).app(), port)
-        self.session = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+        self.port = free_port()
+        router = module.Router(*kinds, **self.bounds)
+        await self.serve(router.app(), self.port, **router.limits())
+        self.session = aiohttp.ClientSession(f"http://127.0.0.1:{self.port}")
         return self
 
     async def __aexit__(self, *_):
@@ -174,21 +193,118 @@ def test_refusals_broken_streams_and_clients_that_go_away():
     run(test, ["prefill a"], ["decode a"])
 
 
-def test_what_clients_say_of_caches_is_not_believed_and_a_body_that_is_no_object_is_refused():
+async def refused(answer):
+    """The status and message of an error in the form of vLLM's."""
+    async with answer as answer:
+        error = json.loads(await answer.text())["error"]
+    assert error.keys() == {"message", "type", "code"}
+    assert error["code"] == answer.status
+    return answer.status, error["message"]
+
+
+def test_what_clients_say_of_caches_is_not_believed_wherever_they_say_it():
     async def test(running):
-        await running.ask(kv_transfer_params={"remote_host": "10.0.0.1"})
-        assert "kv_transfer_params" not in running.engines["decode a"].asked[0][0]
-        bodies = [
-            (body, {}) for body in (b"null", b"5", b'[["prompt", "a"]]', b"{", b"[" * 200_000)
-        ]
-        for body, headers in (*bodies, (b"{}", {"Content-Encoding": "gzip"})):
-            post = running.session.post("/v1/completions", data=body, headers=headers)
-            async with post as answer:
-                assert (answer.status, await answer.text()) == (400, "the body is no JSON object")
+        elsewhere = {"remote_host": "10.0.0.1"}
+        both = {"kv_transfer_params": elsewhere, "ec_transfer_params": elsewhere}
+        await running.ask(**both, vllm_xargs={**both, "mine": 1})
+        prompt, _ = running.engines["prefill a"].asked[0]
+        assert prompt.pop("kv_transfer_params").get("remote_host") is None
+        whole, _ = running.engines["decode a"].asked[0]
+        for body in (prompt, whole):
+            assert not both.keys() & body.keys()
+            assert body["vllm_xargs"] == {"mine": 1}
         async with running.session.get("/v1/models", headers={"Authorization": "Bearer x"}):
             assert running.engines["decode a"].models[0]["Authorization"] == "Bearer x"
 
     run(test, ["prefill a"], ["decode a"])
+
+
+def test_bodies_that_are_no_object_too_long_or_packed_are_refused():
+    async def test(running):
+        async def post(body, **headers):
+            data = io.BytesIO(body)
+            return await refused(
+                running.session.post("/v1/completions", data=data, headers=headers)
+            )
+
+        for body in (b"null", b"5", b'[["prompt", "a"]]', b"{", b"[" * 200_000, b"\xff", b""):
+            assert await post(body) == (400, "the body is no JSON object")
+        # Decoding by this charset takes seconds, and all clients wait.
+        odd = {"Content-Type": "application/json; charset=punycode"}
+        assert await post(b"a-" + b"a" * 300_000, **odd) == (400, "the body is no JSON object")
+        bomb = zlib.compress(b" " * 100_000_000)
+        packed = await post(bomb, **{"Content-Encoding": "deflate"})
+        assert packed == (415, "send the body without Content-Encoding")
+        status, message = await post(b" " * (1 << 20) + b"{}")
+        assert (status, message) == (413, "the body has more than 1 MiB (--max-body)")
+        assert not running.engines["prefill a"].asked
+
+    run(test, ["prefill a"], ["decode a"])
+
+
+def test_errors_are_the_routers_own_words():
+    async def test(running):
+        for answer in ("", "null", "[]", '"a"', "{", "[" * 200_000):
+            status, text = await running.ask(act="odd", answer=answer)
+            message = json.loads(text)["error"]["message"]
+            assert status == 502
+            assert "answered 200 with no JSON object" in message
+        status, text = await running.ask(act="odd", answer='{"kv_transfer_params": 5}')
+        assert (status, json.loads(text)["error"]["code"]) == (502, 502)
+        assert (await refused(running.session.get("/v1/completions")))[0] == 405
+        assert (await refused(running.session.get("/v1/nothing")))[0] == 404
+        assert not running.engines["decode a"].asked
+
+    run(test, ["prefill a"], ["decode a"])
+
+
+NO_KEYS = (b"Bearer no", b"Basic x", b"x", b"", b"Bearer \xff")
+
+
+@contextlib.asynccontextmanager
+async def connection(running, sent):
+    """What the router says to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(sent)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def test_a_key_is_wanted_before_the_body_is_read():
+    async def test(running):
+        # Of the body nothing comes: nobody waits for it.
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+        for header in (b"", *(b"Authorization: %s\r\n" % each for each in NO_KEYS)):
+            async with connection(running, head + header + b"\r\n") as reader:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        assert (await refused(running.session.get("/v1/models")))[0] == 401
+        async with running.session.get("/health") as answer:
+            assert answer.status == 200
+        assert (await running.ask())[0] == 200
+
+    run(test, ["prefill a"], ["decode a"], keys=("y", "x"))
+
+
+def test_clients_that_send_nothing_or_take_nothing_are_let_go():
+    """Headers and bodies that do not come, and streams that are not read; the engine's request ends."""
+
+    async def test(running):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        body = json.dumps({"prompt": [1], "stream": True, "act": "flood"}).encode()
+        for sent in (b"", b"POST /v1", head[:40]):
+            async with connection(running, sent) as reader:
+                assert await reader.read() == b""
+        async with connection(running, head % 100 + b"{") as reader:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            await reader.read()  # its end
+        async with connection(running, head % len(body) + body):
+            await running.engines["decode a"].ended.wait()
+
+    run(test, ["prefill a"], ["decode a"], client_timeout=0.3)
 
 
 def test_many_streams_and_an_engine_that_hangs_do_not_hold_up_health():
