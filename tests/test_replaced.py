@@ -10,7 +10,17 @@ PAGE = ROOT / "docs" / "upstream.md"
 
 ROOMS = ("engine", "worker")
 """What imports vLLM."""
-THEIRS = {"runner", "_runner", "model_runner", "model", "_model", "_module", "group", "vllm_config"}
+THEIRS = {
+    "runner",
+    "_runner",
+    "model_runner",
+    "model",
+    "_model",
+    "_module",
+    "group",
+    "manager",
+    "vllm_config",
+}
 """What variables that hold objects of vLLM are called here."""
 
 MEANT = {

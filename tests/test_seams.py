@@ -49,6 +49,13 @@ vllm.v1.outputs:ModelRunnerOutput.with_kv_conn_output_only(kv_connector_output)
 vllm.v1.worker.gpu.kv_connector:KVConnector.post_forward(self, finished_req_ids)
 vllm.v1.worker.gpu_input_batch:InputBatch.add_request(self, request)
 vllm.v1.sample.sampler:Sampler.forward(self, logits, sampling_metadata)
+vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens(self, request_id, tokens)
+vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask(self, bitmask, batch_index)
+vllm.v1.structured_output.backend_types:StructuredOutputGrammar.rollback(self, num_tokens)
+vllm.v1.structured_output.backend_types:StructuredOutputGrammar.is_terminated(self)
+vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask(self, max_num_seqs)
+vllm.v1.structured_output:StructuredOutputManager._create_grammar(self, request)
+vllm.v1.structured_output:StructuredOutputManager.clear_backend(self)
 vllm.v1.structured_output.utils:apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits)
 vllm.v1.sample.logits_processor:build_logitsprocs(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
 vllm.v1.executor.abstract:Executor.take_draft_token_ids(self)
@@ -161,6 +168,7 @@ vllm.v1.core.sched.scheduler:Scheduler: dynamic_sd_lookup num_spec_tokens
     kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs kv_cache_manager lora_config
     need_mamba_block_aligned_split current_step scheduler_config cache_config is_encoder_decoder
     vllm_config needs_kv_cache_zeroing use_pp
+vllm.v1.structured_output:StructuredOutputManager: executor backend tokenizer reasoner_cls
 vllm.v1.core.kv_cache_manager:KVCacheManager: coordinator empty_kv_cache_blocks enable_caching
 vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator: single_type_managers
 vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager: _record_new_block_ids

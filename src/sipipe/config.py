@@ -211,6 +211,10 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_timeout: Seconds = 600.0
     """Seconds that a worker or sampler process may take to start and load its model. Above 0."""
 
+    grammar_timeout: Seconds = 30.0
+    """Seconds that a request's grammar (a JSON schema, regex, choice) may take to compile, and may
+    wait for others to be compiled before; the request then fails, and says so. Above 0."""
+
     @classmethod
     def from_additional_config(cls, additional_config: object) -> SiPipeConfig:
         """Settings from vLLM's ``additional_config``; its ``"sipipe"`` entry may be missing. Raises

@@ -18,6 +18,7 @@ from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.engine.scheduling.compilations import INVALID, Compilations, compile_beside
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.scheduling.speculation import speculation
@@ -50,6 +51,10 @@ class ObservedScheduler:
         if isinstance(self, PipelineScheduler):
             self.use_pp = False  # the tracker knows the tokens that stages are to be told
             self._times = self.telemetry.measured_times(self.controller, self.ahead)
+        self._compilations: Compilations | None = None
+        """None: of a scheduler that has no grammars."""
+        if (manager := getattr(self, "structured_output_manager", None)) is not None:
+            self._compilations = compile_beside(manager, self.vllm_config)  # type: ignore[attr-defined]
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
 
@@ -61,6 +66,8 @@ class ObservedScheduler:
         began = time.monotonic_ns()
         self._watching(None, self._show, began)
         self._speculation.fit()
+        if self._compilations is not None:
+            self._compilations.sweep()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             slot, turn = (
@@ -81,6 +88,7 @@ class ObservedScheduler:
         self.go_on()
         iteration = self.iterations.finish(scheduler_output)
         errors = iteration.errors if iteration is not None else {}
+        refused = self._refused()
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
             # One that is scheduled once more already may have failed before.
@@ -97,16 +105,30 @@ class ObservedScheduler:
         )
         if iteration is not None:
             self._speculation.take(iteration)
-        for client in result.values() if errors else ():
+        reasons = errors | refused
+        for client in result.values() if reasons else ():
             for output in client.outputs:
-                if output.finish_reason == FinishReason.ERROR and output.request_id in errors:
-                    output.stop_reason = errors[output.request_id]
-                    output.num_nans_in_logits = int("NaN" in errors[output.request_id])
+                if output.finish_reason == FinishReason.ERROR and output.request_id in reasons:
+                    output.stop_reason = reasons[output.request_id]
+                    output.num_nans_in_logits = int("NaN" in reasons[output.request_id])
         ended = time.monotonic_ns()
         if iteration is not None:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
         self._watching(None, self._show, ended)
         return result
+
+    def _refused(self) -> dict[str, str]:
+        """Why the grammars of requests that fail now did not compile; vLLM 0.33 says so itself."""
+        failing = getattr(self, "grammar_compile_error_reqs", None)
+        if not isinstance(failing, set):
+            return {}
+        reasons = {}
+        for request_id in failing:
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            asked = request.structured_output_request if request is not None else None
+            if asked is not None and isinstance(asked.grammar, Exception):
+                reasons[request_id] = f"{INVALID}{asked.grammar}"
+        return reasons
 
     def _clear_blocks(self) -> None:
         """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in

@@ -272,10 +272,13 @@ def take_every_parameter() -> None:
 def tell_clients_why() -> None:
     """Have ``AsyncLLM.generate`` raise why a request failed, as it raises what is wrong with one.
     The scheduler puts the reason where vLLM has that of a stop (``ObservedScheduler``); the server
-    looks at the finish reason only, unless it is raised."""
-    from vllm.exceptions import GenerationError
+    looks at the finish reason only, unless it is raised. A grammar that does not compile is the
+    client's error (status 400), as vLLM 0.33 has it."""
+    from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineGenerateError
+
+    from sipipe.engine.scheduling.compilations import INVALID
 
     generate = AsyncLLM.generate
     if getattr(generate, "__sipipe__", False):
@@ -288,7 +291,9 @@ def tell_clients_why() -> None:
                 async for output in outputs:
                     for sequence in output.outputs:
                         if sequence.finish_reason == "error" and sequence.stop_reason:
-                            raise GenerationError(sequence.stop_reason)
+                            why = sequence.stop_reason
+                            refused = why.startswith(INVALID)
+                            raise VLLMValidationError(why) if refused else GenerationError(why)
                     yield output
         except EngineGenerateError as error:
             cause = error.__cause__
