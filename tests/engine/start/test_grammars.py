@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 import signal
 import socket
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.ci]
 SECONDS = 3
 """What a grammar may take here."""
 ITSELF = {"json": {"$ref": "#"}}
+DEAD_END = {"regex": r"a[^\s\S]"}
 TWICE = {"grammar": 'root ::= "a"\nroot ::= "b"'}
 
 
@@ -63,13 +66,17 @@ def text(server, grammar):
 
 @pytest.mark.parametrize(
     ("grammar", "why"),
-    [(TWICE, "root"), (ITSELF, "allows no token at all: it refers only to itself")],
+    [
+        # vLLM 0.33 refuses it earlier, as xgrammar does not take it and guidance would.
+        (TWICE, "Invalid structured outputs: .*root|only supports one backend per engine"),
+        (ITSELF, "Invalid structured outputs: the grammar allows no token at all: it refers only"),
+        (DEAD_END, "Invalid structured outputs: the grammar allows no token behind those"),
+    ],
 )
 def test_a_grammar_that_cannot_be_used_tells_its_client_why(server, grammar, why):
     status, message = refusal(server, grammar)
     assert status == 400, message
-    assert message.startswith("Invalid structured outputs: ")
-    assert why in message
+    assert re.search(why, message)
     assert "\n" not in message
 
 
@@ -121,7 +128,10 @@ def test_the_end_waits_for_none(server):
         wait_until(lambda: metric(server.address, "vllm:num_requests_waiting") > 0, 20)
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(30)
-        assert isinstance(answer.exception(), OSError)
+        error = answer.exception()
+        assert isinstance(error, OSError | HTTPException), error
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
     _, alive = psutil.wait_procs(everybody, timeout=15)
     assert not [process for process in alive if process.is_running()]
     log = server.log.read_text()

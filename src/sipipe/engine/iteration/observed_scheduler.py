@@ -18,7 +18,12 @@ from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
-from sipipe.engine.scheduling.compilations import INVALID, Compilations, compile_beside
+from sipipe.engine.scheduling.compilations import (
+    INVALID,
+    Compilations,
+    allows_nothing,
+    compile_beside,
+)
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.scheduling.speculation import speculation
@@ -26,6 +31,9 @@ from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
 logger = init_logger(f"vllm.{__name__}")
+
+NOTHING_LEFT = "no token is left to sample"
+"""How a sampler begins to say that every logit is masked (:mod:`sipipe.sampler.result`)."""
 
 
 class ObservedScheduler:
@@ -47,6 +55,7 @@ class ObservedScheduler:
         self._idle_from = time.monotonic_ns()
         self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
         self._busy = False
+        self._explaining = BestEffort("explaining why a request fails", bounded=False)
         self._watching = BestEffort("the figures of requests", bounded=False)
         if isinstance(self, PipelineScheduler):
             self.use_pp = False  # the tracker knows the tokens that stages are to be told
@@ -94,6 +103,10 @@ class ObservedScheduler:
             # One that is scheduled once more already may have failed before.
             here = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
             for request_id, reason in here.items():
+                errors[request_id] = here[request_id] = self._explaining(
+                    reason, self._explained, request_id, reason
+                )
+            for request_id, reason in here.items():
                 logger.error("request %s fails: %s", request_id, reason)
             self.grammar_compile_error_reqs.update(_failed(here))  # type: ignore[attr-defined]
             self._clear_blocks()
@@ -116,6 +129,15 @@ class ObservedScheduler:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
         self._watching(None, self._show, ended)
         return result
+
+    def _explained(self, request_id: str, reason: str) -> str:
+        """``reason``, why a request has no token; or that its grammar allows none."""
+        asked = self.requests[request_id].structured_output_request  # type: ignore[attr-defined]
+        if asked is None or not reason.startswith(NOTHING_LEFT):
+            return reason
+        if not allows_nothing(self.structured_output_manager, asked.grammar):  # type: ignore[attr-defined]
+            return reason
+        return f"{INVALID}the grammar allows no token behind those that it has allowed so far"
 
     def _refused(self) -> dict[str, str]:
         """Why the grammars of requests that fail now did not compile; vLLM 0.33 says so itself."""
@@ -175,7 +197,12 @@ def _failed(errors: dict[str, str]) -> dict[str, Any]:
     made = getattr(outputs, "RequestError", None)
     if made is None:
         return dict(errors)
-    return {name: made(code="generation_error", message=why) for name, why in errors.items()}
+    return {
+        name: made(
+            code="validation_error" if why.startswith(INVALID) else "generation_error", message=why
+        )
+        for name, why in errors.items()
+    }
 
 
 def observed(

@@ -189,12 +189,19 @@ def _sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def check_grammar(manager: StructuredOutputManager, grammar: Any) -> None:
-    """Raise ValueError if a compiled grammar allows no first token: one that refers only to itself."""
+def allows_nothing(manager: StructuredOutputManager, grammar: Any) -> bool:
+    """Whether no token may come next by a compiled grammar of ``manager``'s."""
+    if grammar.is_terminated():
+        return False
     assert manager.backend is not None, "a grammar was compiled"
     bitmask = manager.backend.allocate_token_bitmask(1)
     grammar.fill_bitmask(bitmask, 0)
-    if not bitmask.any():
+    return not bitmask.any()
+
+
+def check_grammar(manager: StructuredOutputManager, grammar: Any) -> None:
+    """Raise ValueError if a compiled grammar allows no first token: one that refers only to itself."""
+    if allows_nothing(manager, grammar):
         raise ValueError(
             "the grammar allows no token at all: it refers only to itself, or contradicts itself"
         )
