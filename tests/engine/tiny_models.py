@@ -186,3 +186,21 @@ def make_causal(path: Path, family: str, vocabulary: int = VOCABULARY, **more: A
     if (head := getattr(model, "lm_head", None)) is not None and head.bias is not None:
         head.bias.data.normal_(0, 2.0)
     model.save_pretrained(path)
+
+
+def make_gemma4(path: Path) -> None:
+    """Gemma 4's text with an embedding for each layer, as E2B and E4B have; the last two layers read
+    the key-value caches of layers 4 and 5, the last ones of their kind before them."""
+    kinds = ["sliding_attention", "full_attention"] * 4
+    make_causal(
+        path,
+        "gemma4_text",
+        num_hidden_layers=8,
+        layer_types=kinds,
+        num_kv_shared_layers=2,
+        head_dim=32,
+        global_head_dim=32,
+        sliding_window=64,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=32,
+    )

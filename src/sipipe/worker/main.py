@@ -155,9 +155,11 @@ class Main:
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
         from sipipe.worker.loaded_stage import LoadedStage
+        from sipipe.worker.hooks.stage_tensors import check_reads
         from sipipe.worker.sampled_stage import Surroundings
 
         wrapper.load_model()
+        check_reads(worker.model_runner)
         current_platform.update_block_size_for_backend(boot.vllm_config)
         fail = partial(_say_failure, self._parent)
         around = Surroundings(

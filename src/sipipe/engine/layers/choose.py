@@ -6,7 +6,7 @@ its own environment, so that nothing stays behind in the process that holds the 
 
 import json
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.cut import cut_layers, kv_lost, layer_split, speed_up
+from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
+from sipipe.engine.layers.cut import cut_layers, kv_lost, layer_split, nearest_even, speed_up
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
@@ -43,7 +44,15 @@ def choose_layers(
                 f'sipipe config: "layers" must have one number for each of the {stages} stages, '
                 f"{total} layers together, not {list(config.layers)}"
             )
+        _check_bonds(vllm_config, config.layers, '"layers" in the sipipe config')
         return config.layers
+    bonds = model_bonds(vllm_config)
+    starts = boundaries(bonds, total)
+    if config.layers == "auto" and bonds and len(starts) < stages - 1 < total:
+        raise ConfigError(
+            f"--pipeline-parallel-size {stages}: {bonds[0]} of this model have to be on one stage, which "
+            f"leaves room for {len(starts) + 1} stages at most"
+        )
     free = by_cost and is_free(config) and 1 < stages <= total
     if free and (facts := model_facts(vllm_config)) is not None:
         return _cut(vllm_config, facts, config.kv_loss)
@@ -53,7 +62,43 @@ def choose_layers(
             raise ValueError("each stage needs a layer")
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}: {error}") from None
-    return tuple(end - first for first, end in bounds)
+    cut = tuple(end - first for first, end in bounds)
+    if is_free(config) and bonds:
+        return nearest_even(total, stages, starts)
+    where = VARIABLE if envs.VLLM_PP_LAYER_PARTITION is not None else '"layers" "even"'
+    _check_bonds(vllm_config, cut, where)
+    return cut
+
+
+def model_bonds(vllm_config: VllmConfig) -> tuple[Bond, ...]:
+    """Which layers of the model have to be on one stage."""
+    model = vllm_config.model_config
+    whole = model.hf_config
+    thinker = getattr(whole, "thinker_config", whole)
+    vision = getattr(thinker, "vision_config", None)
+    return bonds_of(_fields(model.hf_text_config), _fields(vision))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields of a part of the model's configuration, which may be a dict, or not be there."""
+    if config is None or isinstance(config, dict):
+        return dict(config or {})
+    return dict(config.to_dict())
+
+
+def _check_bonds(vllm_config: VllmConfig, layers: tuple[int, ...], option: str) -> None:
+    """Refuse a cut that cannot work. Raises ConfigError: it names ``option``."""
+    bonds = model_bonds(vllm_config)
+    if (bond := broken(bonds, layers)) is None:
+        return
+    starts = boundaries(bonds, sum(layers))
+    remedy = 'serve it with "layers": "auto", or with fewer stages'
+    if len(starts) >= len(layers) - 1:
+        possible = list(nearest_even(sum(layers), len(layers), starts))
+        remedy = f'"layers" {possible} or "auto" keep them so'
+    raise ConfigError(
+        f"{option} cuts {list(layers)}: {bond} of this model have to be on one stage; {remedy}"
+    )
 
 
 def is_free(config: SiPipeConfig) -> bool:
@@ -64,7 +109,11 @@ def is_free(config: SiPipeConfig) -> bool:
 def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[int, ...]:
     parallel, memory = vllm_config.parallel_config, _memory(vllm_config)
     degrees = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-    return cut_layers(facts, *degrees, device=device_kind(), kv_loss=kv_loss, memory=memory)
+    bonds = model_bonds(vllm_config)
+    starts = boundaries(bonds, facts.layers) if bonds else None
+    return cut_layers(
+        facts, *degrees, device=device_kind(), kv_loss=kv_loss, memory=memory, starts=starts
+    )
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
@@ -97,6 +146,7 @@ def describe_layers(
     def text(cut: tuple[int, ...]) -> str:
         return ", ".join(map(str, cut))
 
+    bonds = model_bonds(vllm_config) if len(layers) > 1 else ()
     said = f"Layers of the stages: {text(layers)}"
     parts = []
     if layers != even:
@@ -107,6 +157,8 @@ def describe_layers(
             f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
             f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'
         )
+    if bonds:
+        parts.append(f"kept on one stage: {'; '.join(map(str, bonds[:3]))}")
     return f"{said} ({'; '.join(parts)})" if parts else ""
 
 

@@ -43,16 +43,22 @@ def cut_layers(
     device: Device = "gpu",
     kv_loss: float = 1.0,
     memory: float = math.inf,
+    starts: Sequence[int] | None = None,
 ) -> Cut:
     """Layers of ``p`` stages of ``t`` ranks, for the shortest slowest stage. vLLM's even cut where
     that is not at least 5 % shorter, or every better one costs more than ``kv_loss`` of its KV
-    cache's tokens; ``memory`` as :func:`kv_lost` has it. Requires ``1 <= p <= facts.layers``."""
+    cache's tokens; ``memory`` as :func:`kv_lost` has it. ``starts``: layers at which a stage but the
+    first may begin, p - 1 at least; None: at any. The even cut is then the one nearest to it. Requires
+    ``1 <= p <= facts.layers``."""
     costs, projection = _costs(facts, t, device)
-    even = layer_split(facts.layers, p)
+    allowed = range(1, facts.layers) if starts is None else starts
+    even = nearest_even(facts.layers, p, allowed)
     least = (1 - kv_loss) * _tokens(facts, even, t, memory)
     most = facts.layers
     while most > max(even):
-        best = _shortest(costs, projection, p, most)
+        best = _shortest(costs, projection, p, most, allowed)
+        if not best:
+            break
         if _tokens(facts, best, t, memory) >= least:
             pays = speed_up(facts, even, best, t, device=device) * (1 - _WORTH_IT) > 1
             return best if pays else even
@@ -152,9 +158,12 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
     return parameters * facts.weight_bytes
 
 
-def _shortest(costs: list[float], projection: float, p: int, most: int) -> Cut:
-    """The cut for the shortest slowest stage, of ``most`` at most; of equal ones the most even."""
-    total = len(costs)
+def _shortest(
+    costs: list[float], projection: float, p: int, most: int, starts: Sequence[int]
+) -> Cut:
+    """The cut for the shortest slowest stage, of ``most`` at most; of equal ones the most even. Empty
+    where none has so few layers in each stage."""
+    total, allowed = len(costs), frozenset(starts)
     before = [0.0, *itertools.accumulate(costs)]
 
     @functools.cache
@@ -165,14 +174,27 @@ def _shortest(costs: list[float], projection: float, p: int, most: int) -> Cut:
             if count > most:
                 return math.inf, 0, ()
             return before[total] - before[first] + projection, count**2, (count,)
-        options = []
+        options: list[tuple[float, int, Cut]] = [(math.inf, 0, ())]
         for count in range(1, min(most, total - first - stages + 1) + 1):
+            if first + count not in allowed:
+                continue
             slowest, squares, rest = best(first + count, stages - 1)
+            if not rest:
+                continue
             own = before[first + count] - before[first]
             options.append((max(own, slowest), squares + count**2, (count, *rest)))
         return min(options)
 
     return best(0, p)[2]
+
+
+def nearest_even(layers: int, p: int, starts: Sequence[int]) -> Cut:
+    """vLLM's even cut, where every stage may begin at its layer; else the cut by ``starts`` whose
+    largest stage is smallest, the most even one of those. Requires p - 1 of ``starts`` at least."""
+    even = layer_split(layers, p)
+    if set(itertools.accumulate(even[:-1])) <= set(starts):
+        return even
+    return _shortest([1.0] * layers, 0.0, p, layers, starts)
 
 
 def layer_split(layers: int, p: int) -> Cut:

@@ -31,6 +31,7 @@ from vllm.v1.worker import gpu_worker
 
 from sipipe.ipc.memory import group_limit, group_used
 from sipipe.messages.stage_place import StagePlace
+from sipipe.worker.hooks.stage_tensors import hand_on
 from sipipe.worker.hooks.world import stage_world
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class _StageWorker:
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
+        hand_on(runner)
         # Until the links are open: a warm-up's steps.
         group: Any = get_pp_group()
         group.receive = lambda: runner.intermediate_tensors.tensors

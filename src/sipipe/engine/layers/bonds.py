@@ -1,0 +1,103 @@
+"""Which decoder layers have to be on one stage.
+
+A stage keeps what its own layers compute. Three kinds of models have layers that read what another
+layer of the same stage left behind, and nothing of it crosses a cut:
+
+- layers that read an earlier layer's KV cache (Gemma 4, Gemma 3n: ``num_kv_shared_layers``),
+- first layers to which an image's features are added (deepstack: ``deepstack_visual_indexes``), which
+  only the first stage has,
+- layers that attend to the tokens which an earlier layer's index chose (DeepSeek's sparse attention:
+  ``index_topk_freq``, ``index_topk_pattern``).
+
+Each is read from the fields by which vLLM's models decide it themselves.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from sipipe.engine.layers.cut import Cut
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bond:
+    """Layers ``first`` to ``last``, counted from 0, which have to be on one stage."""
+
+    first: int
+    last: int
+    why: str
+    """What joins them, for messages."""
+
+    def __str__(self) -> str:
+        return f"layers {self.first} to {self.last} ({self.why})"
+
+
+def bonds_of(text: Mapping[str, Any], vision: Mapping[str, Any]) -> tuple[Bond, ...]:
+    """The bonds of a model by the fields of its text's and its vision's configuration."""
+    total = text.get("num_hidden_layers")
+    if not isinstance(total, int):
+        return ()
+    bonds = [*_shared_caches(text, total), *_deepstack(vision), *_shared_index(text, total)]
+    return tuple(bond for bond in bonds if bond.first < bond.last < total)
+
+
+def _shared_caches(text: Mapping[str, Any], total: int) -> list[Bond]:
+    """From the first layer whose cache is read to the last one that reads it. Each of the last layers
+    reads the last one before them that is of its own kind."""
+    shared = text.get("num_kv_shared_layers") or 0
+    kinds = text.get("layer_types")
+    if not shared or not isinstance(kinds, Sequence) or not 0 < shared < total == len(kinds):
+        return []
+    owners = kinds[: total - shared]
+    readers = range(total - shared, total)
+    joined = [
+        (len(owners) - 1 - owners[::-1].index(kinds[reader]), reader)
+        for reader in readers
+        if kinds[reader] in owners
+    ]
+    if not joined:
+        return []
+    first = min(owner for owner, _ in joined)
+    last = max(reader for _, reader in joined)
+    return [Bond(first, last, "later ones read earlier ones' KV cache")]
+
+
+def _deepstack(vision: Mapping[str, Any]) -> list[Bond]:
+    levels = vision.get("deepstack_visual_indexes") or ()
+    return [Bond(0, len(levels) - 1, "images' features are added to each")] if levels else []
+
+
+def _shared_index(text: Mapping[str, Any], total: int) -> list[Bond]:
+    """Each layer with an index of its own, and those behind it that use it."""
+    if text.get("index_topk") is None:
+        return []
+    pattern, every = text.get("index_topk_pattern"), text.get("index_topk_freq") or 1
+    offset = text.get("index_skip_topk_offset", 2)
+    if pattern is None:
+        uses = [max(layer - offset + 1, 0) % every != 0 for layer in range(total)]
+    else:
+        uses = [layer < len(pattern) and pattern[layer] == "S" for layer in range(total)]
+    own = [layer for layer in range(total) if not uses[layer]]
+    ends = [*(layer - 1 for layer in own[1:]), total - 1]
+    return [
+        Bond(first, last, "later ones use the first one's index of tokens")
+        for first, last in zip(own, ends, strict=True)
+    ]
+
+
+def broken(bonds: Sequence[Bond], layers: Cut) -> Bond | None:
+    """The first bond that a cut into ``layers`` breaks, or None."""
+    starts = list(accumulate(layers))[:-1]
+    return next(
+        (bond for bond in bonds if any(bond.first < start <= bond.last for start in starts)), None
+    )
+
+
+def boundaries(bonds: Sequence[Bond], total: int) -> list[int]:
+    """Layers, counted from 0, at which a stage but the first may begin."""
+    return [
+        start
+        for start in range(1, total)
+        if not any(bond.first < start <= bond.last for bond in bonds)
+    ]

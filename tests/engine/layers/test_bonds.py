@@ -1,0 +1,118 @@
+"""Layers that have to be on one stage: found in the configuration, kept by every cut."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.engine import tiny_models
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
+from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
+from sipipe.engine.layers.cut import cut_layers, layer_split, nearest_even
+from sipipe.engine.layers.facts import Attention, ModelFacts
+from sipipe.engine.start import arguments, plugin
+from sipipe.errors import ConfigError
+
+KINDS = ["sliding_attention", "full_attention"] * 4
+TEXT = {"num_hidden_layers": 8}
+
+
+def ends(bonds):
+    return [(bond.first, bond.last) for bond in bonds]
+
+
+def test_bonds_are_those_that_vllms_models_make():
+    shared = TEXT | {"layer_types": KINDS, "num_kv_shared_layers": 2}
+    assert ends(bonds_of(shared, {})) == [(4, 7)]
+    assert ends(bonds_of(shared | {"num_kv_shared_layers": 0}, {})) == []
+    assert ends(bonds_of(TEXT, {"deepstack_visual_indexes": [5, 11, 17]})) == [(0, 2)]
+    sparse = TEXT | {"index_topk": 64}
+    assert ends(bonds_of(sparse, {})) == []
+    assert ends(bonds_of(sparse | {"index_topk_freq": 4}, {})) == [(1, 4), (5, 7)]
+    assert ends(bonds_of(sparse | {"index_topk_pattern": "FFSSFSFF"}, {})) == [(1, 3), (4, 5)]
+
+
+@st.composite
+def bonded(draw):
+    """Layers, stages and bonds that leave room for them."""
+    total = draw(st.integers(2, 14))
+    pairs = draw(st.lists(st.tuples(st.integers(0, total - 1), st.integers(0, total - 1)), max_size=3))
+    bonds = [Bond(min(pair), max(pair), "drawn") for pair in pairs]
+    stages = draw(st.integers(1, len(boundaries(bonds, total)) + 1))
+    return total, stages, bonds
+
+
+@given(bonded(), st.sampled_from([1_000, 10_000_000, 1_000_000_000]), st.floats(0, 1))
+def test_every_automatic_cut_keeps_what_belongs_together(case, vocabulary, kv_loss):
+    total, stages, bonds = case
+    attention = Attention(kind="gqa", heads=4, kv_heads=4, head_dim=16, parameters=100_000)
+    facts = ModelFacts(
+        name="drawn",
+        layers=total,
+        hidden=64,
+        vocabulary=vocabulary // 64,
+        attention=attention,
+        dense_parameters=400_000,
+        moe=None,
+        sparse_layers=frozenset(),
+        tied_embeddings=True,
+        intermediate=256,
+    )
+    starts = boundaries(bonds, total)
+    for cut in (
+        nearest_even(total, stages, starts),
+        cut_layers(facts, stages, kv_loss=kv_loss, starts=starts),
+    ):
+        assert len(cut) == stages
+        assert sum(cut) == total
+        assert min(cut) >= 1
+        assert broken(bonds, cut) is None
+        assert set(accumulate(cut[:-1])) <= set(starts)
+    if not bonds:
+        assert nearest_even(total, stages, starts) == layer_split(total, stages)
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory):
+    """Two stages; the configuration only is read."""
+    if not arguments.current_platform.is_cpu():
+        pytest.skip("a CUDA build of vLLM")
+    path = tmp_path_factory.mktemp("models") / "gemma4"
+    tiny_models.make_gemma4(path)
+
+    def configured(stages):
+        args = arguments.parse_engine_args(
+            [str(path), "-pp", str(stages), "--max-model-len", "256"], {}
+        )
+        return plugin.engine_config(arguments.AsyncEngineArgs.from_cli_args(args))
+
+    return configured
+
+
+@pytest.mark.parametrize("by_cost", [True, False])
+def test_auto_keeps_shared_caches_and_says_so(gemma4, monkeypatch, by_cost):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    made = gemma4(4)
+    config = SiPipeConfig.from_dict({})
+    cut = choose_layers(made, config, by_cost=by_cost)
+    assert sum(cut[:-1]) <= 4
+    said = describe_layers(made, config, cut, by_cost=by_cost)
+    assert "kept on one stage: layers 4 to 7 (later ones read earlier ones' KV cache)" in said
+
+
+def test_a_cut_that_cannot_work_is_refused_by_name(gemma4, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r'"layers" in the sipipe config cuts \[5, 3\]: layers 4 to 7'):
+        choose_layers(gemma4(2), SiPipeConfig.from_dict({"layers": [5, 3]}), by_cost=True)
+    with pytest.raises(ConfigError, match='"layers" "even" cuts'):
+        choose_layers(gemma4(4), SiPipeConfig.from_dict({"layers": "even"}), by_cost=True)
+    with pytest.raises(ConfigError, match="leaves room for 5 stages at most"):
+        choose_layers(gemma4(6), SiPipeConfig.from_dict({}), by_cost=True)
+    monkeypatch.setenv(VARIABLE, "6,2")
+    with pytest.raises(ConfigError, match=rf"{VARIABLE} cuts \[6, 2\]"):
+        choose_layers(gemma4(2), SiPipeConfig.from_dict({}), by_cost=True)
