@@ -16,9 +16,10 @@ from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
-from sipipe.engine.layers.cut import cut_layers, kv_lost, layer_split, nearest_even, speed_up
+from sipipe.engine.layers.cut import Cut, cut_layers, kv_lost, layer_split, nearest_even, speed_up
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.engine.setup.rank_files import stored_cut
 from sipipe.errors import ConfigError, UnsupportedError
 
 VARIABLE = "VLLM_PP_LAYER_PARTITION"
@@ -38,14 +39,19 @@ def choose_layers(
         raise ConfigError(
             f'sipipe config: "layers" and {VARIABLE} both cut the layers: leave one of them out'
         )
+    stored = stored_cut(vllm_config)
     if isinstance(config.layers, tuple):
         if len(config.layers) != stages or sum(config.layers) != total:
             raise ConfigError(
                 f'sipipe config: "layers" must have one number for each of the {stages} stages, '
                 f"{total} layers together, not {list(config.layers)}"
             )
-        _check_bonds(vllm_config, config.layers, '"layers" in the sipipe config')
+        option = '"layers" in the sipipe config'
+        _check_bonds(vllm_config, config.layers, option)
+        _check_stored(stored, config.layers, option)
         return config.layers
+    if stored is not None and is_free(config):
+        return stored
     bonds = model_bonds(vllm_config)
     starts = boundaries(bonds, total)
     if config.layers == "auto" and bonds and len(starts) < stages - 1 < total:
@@ -67,6 +73,7 @@ def choose_layers(
         return nearest_even(total, stages, starts)
     where = VARIABLE if envs.VLLM_PP_LAYER_PARTITION is not None else '"layers" "even"'
     _check_bonds(vllm_config, cut, where)
+    _check_stored(stored, cut, where)
     return cut
 
 
@@ -84,6 +91,15 @@ def _fields(config: Any) -> dict[str, Any]:
     if config is None or isinstance(config, dict):
         return dict(config or {})
     return dict(config.to_dict())
+
+
+def _check_stored(stored: Cut | None, layers: Cut, option: str) -> None:
+    """Refuse another cut than that of a checkpoint by rank. Raises ConfigError: it names ``option``."""
+    if stored is not None and layers != stored:
+        raise ConfigError(
+            f"{option} cuts {list(layers)}, but MODEL is stored by rank for {list(stored)} "
+            '(--load-format): "auto" takes those'
+        )
 
 
 def _check_bonds(vllm_config: VllmConfig, layers: tuple[int, ...], option: str) -> None:

@@ -20,6 +20,7 @@ from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.setup import compatibility
 from sipipe.engine.setup.host_agreement import check_hosts
 from sipipe.engine.setup.kv_memory import share_kv_memory
+from sipipe.engine.setup.rank_files import check_rank_files
 from sipipe.engine.setup.record import Setup
 from sipipe.engine.setup.stages import stages_of_hosts
 from sipipe.engine.setup.vllm_config import PipelineVllmConfig
@@ -42,6 +43,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     check_hosts(config.hosts, node, config.start_timeout)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
+    check_rank_files(vllm_config, here)
     replicas, workers = vllm_config.replicas, len(here) * tp  # of each
     _check_devices(config, replicas * len(here), tp)
     if replicas > 1 and isinstance(config.cores, CorePlacement):
