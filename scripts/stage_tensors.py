@@ -41,7 +41,9 @@ class StageTensors:
             "sent, but has no room": self.sent - self.room if self.room else set(),
             "has room, but is not read": self.room - self.read if self.read else set(),
             "is read under a condition": self.conditional,
-            "is an argument that later stages use": self.arguments - self.read if self.read else set(),
+            "is an argument that later stages use": self.arguments - self.read
+            if self.read
+            else set(),
         }
         return [f"{kind}: {', '.join(sorted(keys))}" for kind, keys in kinds.items() if keys]
 
@@ -125,9 +127,13 @@ class _Function(ast.NodeVisitor):
             self.made |= self._value(arguments[0])
         elif name == "make_empty_intermediate_tensors_factory" and arguments:
             self.found.room |= self._value(arguments[0])
-        elif name in ("get", "pop") and isinstance(node.func, ast.Attribute):
-            if is_intermediate(node.func.value) and node.args:
-                self._read(keys_of(node.args[0]))
+        elif (
+            name in ("get", "pop")
+            and isinstance(node.func, ast.Attribute)
+            and is_intermediate(node.func.value)
+            and node.args
+        ):
+            self._read(keys_of(node.args[0]))
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -191,13 +197,16 @@ def read_models(folder: Path) -> Iterator[tuple[str, StageTensors]]:
 def models_folder() -> Path:
     """The installed vLLM's models."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None, "vLLM is not installed"
+    if spec is None or spec.origin is None:
+        raise SystemExit("vLLM is not installed")
     return Path(spec.origin).parent / "model_executor" / "models"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="models' sources (the installed vLLM's)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="models' sources (the installed vLLM's)"
+    )
     folder = parser.parse_args().folder or models_folder()
     count = 0
     print("| model | what |\n| --- | --- |")

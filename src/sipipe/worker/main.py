@@ -154,8 +154,8 @@ class Main:
         wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
-        from sipipe.worker.loaded_stage import LoadedStage
         from sipipe.worker.hooks.stage_tensors import check_reads
+        from sipipe.worker.loaded_stage import LoadedStage
         from sipipe.worker.sampled_stage import Surroundings
 
         wrapper.load_model()

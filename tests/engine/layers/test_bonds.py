@@ -41,7 +41,9 @@ def test_bonds_are_those_that_vllms_models_make():
 def bonded(draw):
     """Layers, stages and bonds that leave room for them."""
     total = draw(st.integers(2, 14))
-    pairs = draw(st.lists(st.tuples(st.integers(0, total - 1), st.integers(0, total - 1)), max_size=3))
+    pairs = draw(
+        st.lists(st.tuples(st.integers(0, total - 1), st.integers(0, total - 1)), max_size=3)
+    )
     bonds = [Bond(min(pair), max(pair), "drawn") for pair in pairs]
     stages = draw(st.integers(1, len(boundaries(bonds, total)) + 1))
     return total, stages, bonds
@@ -107,7 +109,9 @@ def test_auto_keeps_shared_caches_and_says_so(gemma4, monkeypatch, by_cost):
 
 def test_a_cut_that_cannot_work_is_refused_by_name(gemma4, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match=r'"layers" in the sipipe config cuts \[5, 3\]: layers 4 to 7'):
+    with pytest.raises(
+        ConfigError, match=r'"layers" in the sipipe config cuts \[5, 3\]: layers 4 to 7'
+    ):
         choose_layers(gemma4(2), SiPipeConfig.from_dict({"layers": [5, 3]}), by_cost=True)
     with pytest.raises(ConfigError, match='"layers" "even" cuts'):
         choose_layers(gemma4(4), SiPipeConfig.from_dict({"layers": "even"}), by_cost=True)

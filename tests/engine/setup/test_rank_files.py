@@ -43,7 +43,9 @@ def test_the_stored_cut_is_the_cut(stored):
     check_rank_files(made, range(2))
     assert stored_cut(made) == choose(made) == choose(made, layers=[3, 1]) == (3, 1)
     assert "3, 1 (" in describe_layers(made, SiPipeConfig.from_dict({}), (3, 1), by_cost=True)
-    with pytest.raises(ConfigError, match=r'"layers" .* cuts \[2, 2\], but MODEL is stored .*\[3, 1\]'):
+    with pytest.raises(
+        ConfigError, match=r'"layers" .* cuts \[2, 2\], but MODEL is stored .*\[3, 1\]'
+    ):
         choose(made, layers=[2, 2])
     with pytest.raises(ConfigError, match=r'"layers" "even" cuts \[2, 2\], but MODEL is stored'):
         choose(made, layers="even")
@@ -58,7 +60,7 @@ def test_files_of_each_stage_and_rank_are_there_and_whole(stored):
         check_rank_files(made, range(2))
     missing.unlink()
     check_rank_files(made, range(1))  # another host has the last stage
-    with pytest.raises(ConfigError, match="no model-pp-1-tp-1-part-.*rank 1 of stage 1 loads"):
+    with pytest.raises(ConfigError, match=r"no model-pp-1-tp-1-part-.*rank 1 of stage 1 loads"):
         check_rank_files(made, range(2))
 
 

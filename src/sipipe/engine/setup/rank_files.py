@@ -82,7 +82,9 @@ def _pattern(vllm_config: VllmConfig, stage: int | str, rank: int | str) -> str:
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # a second
 
     several = vllm_config.parallel_config.pipeline_parallel_size > 1
-    default = ShardedStateLoader.PP_AND_TP_PATTERN if several else ShardedStateLoader.TP_ONLY_PATTERN
+    default = (
+        ShardedStateLoader.PP_AND_TP_PATTERN if several else ShardedStateLoader.TP_ONLY_PATTERN
+    )
     extra = vllm_config.load_config.model_loader_extra_config or {}
     pattern = (extra.get("pattern") if isinstance(extra, dict) else None) or default
     try:

@@ -130,8 +130,8 @@ def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
 def hand_on(runner: Any) -> None:
     """Have the parts of the loaded model that the two tables above name get their argument on later
     stages too, and room for it where the model makes none. Does nothing for other models."""
-    for part in runner.get_model().modules():
-        kind = type(part)
+    kinds: set[Any] = {type(part) for part in runner.get_model().modules()}
+    for kind in kinds:
         if kind.__name__ in READ_BY_NOBODY:
             _pass_argument(kind, READ_BY_NOBODY[kind.__name__], sends=False)
         elif kind.__name__ in SENT_BY_NOBODY:
