@@ -143,11 +143,11 @@ def hand_on(runner: Any) -> None:
 
 
 @functools.cache  # a process has one model, whose parts may be of one class
-def _pass_argument(kind: Any, name: str, *, sends: bool) -> None:
-    """Have modules of class ``kind`` take the previous stage's tensor ``name`` as their argument of
+def _pass_argument(model: Any, name: str, *, sends: bool) -> None:
+    """Have modules of vLLM's class ``model`` take the previous stage's tensor ``name`` as their argument of
     that name. ``sends``: whether they send it on, too. It is the class's ``__call__``, as vLLM's own
     for compiled models is, which calls no hooks of torch's."""
-    call = kind.__call__
+    call = model.__call__
 
     @functools.wraps(call)
     def handed_on(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def _pass_argument(kind: Any, name: str, *, sends: bool) -> None:
             output[name] = mask
         return output
 
-    kind.__call__ = handed_on
+    model.__call__ = handed_on
 
 
 def _nothing_seen(rows: torch.Tensor) -> torch.Tensor:
