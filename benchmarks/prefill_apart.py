@@ -55,11 +55,14 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD, prefix="caches-") as store:
         whole = ["--max-model-len", "2048", "--block-size", "32"]
-        apart = [*whole, "--max-num-batched-tokens", "2048", "--no-enable-chunked-prefill"]
-        moved = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"} | {
-            "kv_connector_extra_config": {"shared_storage_path": str(Path(store).resolve())}
+        connector = {
+            "kv_connector": "KVFiles",
+            "kv_connector_module_path": "sipipe.kv_files.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"directory": str(Path(store).resolve()), "size_gib": 10},
         }
-        apart += ["--kv-transfer-config", json.dumps(moved)]
+        apart = [*whole, "--kv-transfer-config", json.dumps(connector)]
         job: dict[str, Any] = {
             "model": args.model,
             "store": store,

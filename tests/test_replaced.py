@@ -36,10 +36,10 @@ MEANT = {
     ),
     "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
     "a scheduling output, before it is sent to the workers": (
-        "new_token_ids earlier_aux_metadata field _NUMBER"
+        "new_token_ids earlier_aux_metadata kv_loads field _NUMBER"
     ),
     "a worker that stands for vLLM's": "max_model_len",
-    "an output of ours": "kv_connector_output",
+    "an output of ours": "kv_connector_output invalid_block_ids finished_recving failed_recving",
     "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable excepthook argv",
     "the pipeline group of ours": "receive send",
     "options of a group that is being made": "name",

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iterations import Iterations
+from sipipe.engine.iteration.kv_loads import KVLoads
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
 from sipipe.engine.scheduling.compilations import (
@@ -66,6 +67,11 @@ class ObservedScheduler:
             self._compilations = compile_beside(manager, self.vllm_config)  # type: ignore[attr-defined]
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
+        self._kv_loads: KVLoads | None = None
+        connector = getattr(self, "connector", None)
+        if connector is not None:
+            groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+            self._kv_loads = KVLoads(connector, block_size=self.block_size, groups=groups)  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
         self.tracker.arrived(request.request_id)
@@ -78,6 +84,8 @@ class ObservedScheduler:
         if self._compilations is not None:
             self._compilations.sweep()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._kv_loads is not None:
+            output.kv_loads = self._kv_loads.take()
         if output.total_num_scheduled_tokens:
             slot, turn = (
                 (self.slot, self.turn) if isinstance(self, PipelineScheduler) else (None, 0)
@@ -151,6 +159,41 @@ class ObservedScheduler:
             if asked is not None and isinstance(asked.grammar, Exception):
                 reasons[request_id] = f"{INVALID}{asked.grammar}"
         return reasons
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """vLLM's answer to blocks that were not loaded: requests whose output is left out.
+
+        A running request that is to be computed anew begins anew, as after a preemption. vLLM would
+        go on with it in place; its token of this iteration is drawn and known to the samplers, and
+        its blocks stay in the prefix cache as if they were right.
+        """
+        if self._kv_loads is not None:
+            self._kv_loads.fail(invalid_block_ids, set())
+        failed: set[str] = super()._handle_invalid_blocks(  # type: ignore[misc]
+            invalid_block_ids, num_scheduled_tokens
+        )
+        if not self.recompute_kv_load_failures:  # type: ignore[attr-defined]
+            return failed
+        for request in [one for one in reversed(self.running) if one.request_id in failed]:  # type: ignore[attr-defined]
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)  # type: ignore[attr-defined]
+            first = request.num_computed_tokens // self.block_size  # type: ignore[attr-defined]
+            self.kv_cache_manager.evict_blocks(set(blocks[first:]))  # type: ignore[attr-defined]
+            self.running.remove(request)  # type: ignore[attr-defined]
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
+        return failed
+
+    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+        if self._kv_loads is not None:
+            self._kv_loads.fail(set(), failed_req_ids)
+        failed: set[str] = super()._handle_failed_recving(failed_req_ids)  # type: ignore[misc]
+        return failed
+
+    def _connector_finished(self, request: Request) -> Any:
+        if self._kv_loads is not None:
+            self._kv_loads.forget(request.request_id)
+        return super()._connector_finished(request)  # type: ignore[misc]
 
     def _clear_blocks(self) -> None:
         """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in

@@ -76,6 +76,12 @@ class _StageWorker:
 
         self.feedback = feedback_of(runner, draws=self.draws)
 
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        from sipipe.worker.hooks.kv_connector import reporting
+
+        with reporting():
+            super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
+
     def execute_model(self, scheduler_output: Any) -> Any:
         if self.feedback is not None:
             self.feedback.output = scheduler_output

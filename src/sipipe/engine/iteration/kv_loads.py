@@ -1,0 +1,137 @@
+"""What the engine's side of a KV connector may do wrong without ending the engine.
+
+A connector saves time: a prompt whose cache it does not bring is computed. So what its methods raise,
+or answer that no prompt can have (a number below 0, or more tokens than there are), is "nothing
+stored". vLLM takes such an answer as it is, and its front end ends, or an assertion of its scheduler
+fails. Blocks that a connector was given to fill, and then raises for, are told to the workers, which
+report them as not loaded (:mod:`sipipe.worker.hooks.kv_connector`).
+
+Who runs here: the engine's thread.
+Rejected: a connector around the connector, as MultiConnector is. vLLM asks its connector for its
+    class (``SupportsHMA``), and connectors reach into one another by attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.logger import init_logger
+
+from sipipe.messages.kv_load import KVLoad
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class KVLoads:
+    """The loads of a scheduler's connector, whose methods it stands in for.
+
+    ``block_size``: tokens a block of the KV cache. ``groups``: the KV cache's groups.
+    """
+
+    def __init__(self, connector: Any, *, block_size: int, groups: int) -> None:
+        self._connector = connector
+        self._block_size = block_size
+        self._groups = groups
+        self._matches = connector.get_num_new_matched_tokens
+        self._allocates = connector.update_state_after_alloc
+        self._builds = connector.build_connector_meta
+        self._local: dict[str, tuple[int, bool]] = {}
+        """Tokens that a request had when it was matched last, and whether it waits for the others."""
+        self._asked: list[KVLoad] = []
+        """Loads of the scheduling output that is being made."""
+        self._blocks: dict[str, frozenset[int]] = {}
+        """Blocks of each request that a connector was to load last."""
+        self._failed: set[str] = set()
+        """Requests whose load failed: they are computed, as it would fail again."""
+        self._logged = False
+        connector.get_num_new_matched_tokens = self._match
+        connector.update_state_after_alloc = self._allocate
+        connector.build_connector_meta = self._build
+
+    def take(self) -> list[KVLoad]:
+        """The loads since the last call: those of the scheduling output that has just been made."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def fail(self, invalid: Set[int], requests: Set[str]) -> None:
+        """Take in what could not be loaded: blocks, by number, and requests, by name."""
+        self._failed |= requests
+        for request_id, blocks in self._blocks.items():
+            if not blocks.isdisjoint(invalid):
+                self._failed.add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._local.pop(request_id, None)
+        self._blocks.pop(request_id, None)
+        self._failed.discard(request_id)
+
+    def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's question: how many tokens more are stored, and does the request wait for them?"""
+        if request.request_id in self._failed:
+            return 0, False
+        try:
+            count, waits = self._matches(request, num_computed_tokens)
+        except Exception as error:
+            self._log("get_num_new_matched_tokens", f"{type(error).__name__}: {error}")
+            return 0, False
+        # Some token must be computed in the iteration that samples; who waits computes it later.
+        most = request.num_tokens - num_computed_tokens - (not waits)
+        if count is not None and not 0 <= count <= most:
+            # One block more in the prefix cache than in the store is such an answer: no failure.
+            if count > most:
+                self._log("get_num_new_matched_tokens", f"{count} tokens, of {most} that may be")
+            return 0, False
+        self._local[request.request_id] = (num_computed_tokens, bool(waits))
+        return count, waits
+
+    def _allocate(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM's word that the request has blocks for the tokens that were found."""
+        reason = ""
+        try:
+            self._allocates(request, blocks, num_external_tokens)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._log("update_state_after_alloc", reason)
+        if not num_external_tokens:
+            return
+        local, waits = self._local[request.request_id]
+        numbers: tuple[int, ...] = ()
+        if self._groups == 1:
+            end = -(-(local + num_external_tokens) // self._block_size)
+            numbers = tuple(blocks.get_block_ids()[0][local // self._block_size : end])
+        self._blocks[request.request_id] = frozenset(numbers)
+        self._asked.append(
+            KVLoad(request_id=request.request_id, block_ids=numbers, waits=waits, reason=reason)
+        )
+
+    def _build(self, scheduler_output: Any) -> Any:
+        """vLLM's request for what the workers' side is told."""
+        try:
+            return self._builds(scheduler_output)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._log("build_connector_meta", reason)
+            self._asked = [
+                KVLoad(
+                    request_id=load.request_id,
+                    block_ids=load.block_ids,
+                    waits=load.waits,
+                    reason=reason,
+                )
+                for load in self._asked
+            ]
+            return KVConnectorMetadata()
+
+    def _log(self, method: str, reason: str) -> None:
+        if not self._logged:
+            self._logged = True
+            logger.warning(
+                "The KV connector %s failed (%s: %s). What it should have brought is computed; this "
+                "is logged once",
+                type(self._connector).__name__,
+                method,
+                reason,
+            )

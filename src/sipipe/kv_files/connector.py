@@ -1,0 +1,302 @@
+"""A KV connector that keeps prompts' caches in files that all servers share (docs/prefill.md).
+
+A block of the KV cache is a folder, named by vLLM's own hash of the block's tokens and of all before
+it. Each rank of each stage puts one safetensors file there, with one tensor a layer; a reader whose
+stages are cut elsewhere takes the layers that it has::
+
+    DIRECTORY/NAMESPACE/ab/abcd.../0-15.0-1.safetensors     layers 0 to 14, rank 0 of 1
+                                   15-30.0-1.safetensors
+
+NAMESPACE is a digest of what must be equal: model, its weights, dtype, block size, layout, ranks.
+A file is written under another name and renamed, so nobody sees half of one. Each layer has a
+checksum. What is not as it was written (cut off, of other contents, a link, a pipe, gone) is removed
+and reported as not loaded, and the prompt is computed.
+
+Who runs here: the engine's thread has the scheduler's side, a worker's device thread the worker's.
+Guarantees: when a prompt's first token is answered, its full blocks are in the directory, if it takes
+    them; files of all models together stay below ``size_gib``, the least recently used go first.
+Rejected: writing behind the forward pass, in a thread. The request for the decode server would come
+    before the files. Rejected: one file a layer, as vLLM's example has it: thirty times the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import vllm
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from sipipe.errors import UnsupportedError
+from sipipe.kv_files.store import Store
+
+logger = init_logger(f"vllm.{__name__}")
+
+FORMAT = 1
+"""The version of what is in a file: another one is another namespace."""
+OPTIONS = ("directory", "size_gib")
+
+
+@dataclass
+class Moves(KVConnectorMetadata):  # type: ignore[misc]
+    """What a worker is to load and to store in an iteration."""
+
+    namespace: str = ""
+    loads: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """Hashes and numbers of blocks, by the request that waits for them."""
+    stores: list[tuple[str, int]] = field(default_factory=list)
+    """Hashes and numbers of blocks."""
+
+
+class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
+    """The connector: ``kv_connector_extra_config`` has ``directory`` and, in GiB, ``size_gib``."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        directory, size = settings(transfer.kv_connector_extra_config)
+        self._store = Store(directory, size)
+        self._loads = transfer.is_kv_consumer
+        self._stores = transfer.is_kv_producer
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) > 1 or vllm_config.parallel_config.decode_context_parallel_size > 1:
+            raise UnsupportedError(
+                "KVFiles keeps caches of one kind of attention, without context parallelism: leave "
+                "out --kv-transfer-config for this model"
+            )
+        self._moves = Moves()
+        if role is KVConnectorRole.SCHEDULER:
+            self._block_size: int = vllm_config.cache_config.block_size
+            hashed = kv_cache_config.hash_block_size or self._block_size
+            self._hashes_per_block = self._block_size // hashed
+            self._layers: int = vllm_config.model_config.get_total_num_hidden_layers()
+            self._ranks: int = vllm_config.parallel_config.tensor_parallel_size
+            self._moves.namespace = self._store.namespace(manifest(vllm_config, kv_cache_config))
+            self._requests: dict[str, Any] = {}
+            """Requests that run."""
+            self._matched: dict[str, int] = {}
+            """The first block of each that is not in the KV cache itself."""
+            self._stored: dict[str, int] = {}
+            """Blocks of each that were looked at for storing."""
+            self._manager: Any = None
+        else:
+            self._ranks = vllm_config.parallel_config.tensor_parallel_size
+            self._caches: dict[int, torch.Tensor] = {}
+            """Each layer's blocks, by the layer's index."""
+            self._received: set[str] = set()
+            self._invalid: set[int] = set()
+
+    # ---- the scheduler's side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._manager = kv_cache_manager
+
+    def _hash(self, request: Any, block: int) -> str:
+        """vLLM's hash of a full block of a request, and of all before it."""
+        value: bytes = request.block_hashes[(block + 1) * self._hashes_per_block - 1]
+        return value.hex()
+
+    def _is_stored(self, block_hash: str) -> bool:
+        return self._store.is_whole(
+            self._moves.namespace, block_hash, layers=self._layers, ranks=self._ranks
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # An adapter's name says nothing of its weights.
+        if not self._loads or request.lora_request is not None:
+            return 0, False
+        first = num_computed_tokens // self._block_size
+        end = (request.num_tokens - 1) // self._block_size  # the last token is computed
+        block = first
+        while block < end and self._is_stored(self._hash(request, block)):
+            block += 1
+        self._matched[request.request_id] = first
+        count = (block - first) * self._block_size
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._requests[request.request_id] = request
+        self._stored[request.request_id] = 0
+        if num_external_tokens:
+            (numbers,) = blocks.get_block_ids()
+            first = self._matched[request.request_id]
+            end = first + num_external_tokens // self._block_size
+            self._moves.loads[request.request_id] = [
+                (self._hash(request, block), numbers[block]) for block in range(first, end)
+            ]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Moves:
+        moves = self._moves
+        self._moves = Moves(namespace=moves.namespace)
+        if not self._stores:
+            return moves
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = {
+            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+        }
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or request.lora_request is not None:
+                continue
+            done = min(computed[request_id] + tokens, request.num_prompt_tokens)
+            end = done // self._block_size
+            first = self._stored[request_id]
+            if end <= first:
+                continue
+            (numbers,) = self._manager.get_block_ids(request_id)
+            for block in range(first, end):
+                block_hash = self._hash(request, block)
+                if not self._is_stored(block_hash):
+                    moves.stores.append((block_hash, numbers[block]))
+            self._stored[request_id] = end
+        return moves
+
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],  # noqa: ARG002 - vLLM's signature
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        self._matched.pop(request.request_id, None)
+        self._stored.pop(request.request_id, None)
+        self._moves.loads.pop(request.request_id, None)
+        return False, None
+
+    # ---- a worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = {extract_layer_index(name): cache for name, cache in kv_caches.items()}
+        first, end = min(self._caches), max(self._caches) + 1
+        rank = get_tensor_model_parallel_rank()
+        self._file = f"{first}-{end}.{rank}-{self._ranks}.safetensors"
+        self._rank = rank
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        moves: Any = self._get_connector_metadata()
+        for request_id, blocks in moves.loads.items():
+            for block_hash, number in blocks:
+                if not self._load(moves.namespace, block_hash, number):
+                    self._invalid.add(number)
+            self._received.add(request_id)
+
+    def _load(self, namespace: str, block_hash: str, number: int) -> bool:
+        """Whether the block's layers were all there."""
+        missing = set(self._caches)
+        for path, first, end, rank in self._store.files(namespace, block_hash):
+            layers = missing & set(range(first, end))
+            if rank != self._rank or not layers:
+                continue
+            shapes = {layer: self._caches[layer][number] for layer in layers}
+            try:
+                tensors = self._store.read(path, f"{namespace}/{block_hash}", shapes)
+            except (OSError, ValueError, safetensors.SafetensorError) as error:
+                logger.warning("KV file %s is left out: %s", path, error)
+                with suppress(OSError):
+                    path.unlink()
+                continue
+            for layer, tensor in tensors.items():
+                self._caches[layer][number].copy_(tensor)
+            missing -= layers
+        return not missing
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request waits until its blocks are loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are stored after the forward pass, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        moves: Any = self._get_connector_metadata()
+        for block_hash, number in moves.stores:
+            tensors = {layer: cache[number] for layer, cache in self._caches.items()}
+            self._store.write(moves.namespace, block_hash, self._file, tensors)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        received = self._received
+        self._received = set()
+        return None, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid = self._invalid
+        self._invalid = set()
+        return invalid
+
+
+def settings(extra: dict[str, Any]) -> tuple[Path, int]:
+    """The directory, and the bytes that all files in it may have.
+
+    Raises:
+        UnsupportedError: a setting is missing, unknown or of another kind.
+    """
+    place = "--kv-transfer-config, kv_connector_extra_config"
+    if unknown := sorted(set(extra) - set(OPTIONS)):
+        raise UnsupportedError(
+            f"{place}: KVFiles has no {', '.join(unknown)}: {', '.join(OPTIONS)}"
+        )
+    directory = extra.get("directory")
+    if not isinstance(directory, str) or not os.path.isabs(directory):
+        raise UnsupportedError(f'{place}: "directory" has to be an absolute path')
+    size = extra.get("size_gib", 10)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1 << 20:
+        raise UnsupportedError(f'{place}: "size_gib" has to be a number of GiB above 0')
+    return Path(directory), int(size * (1 << 30))
+
+
+def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """What must be equal where a cache is computed and where it is used."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    config = model.hf_config
+    return {
+        "format": FORMAT,
+        "vllm": vllm.__version__,
+        "model": digest_of_weights(model.model) or model.model,
+        "revision": model.revision or getattr(config, "_commit_hash", None),
+        "config": hashlib.sha256(config.to_json_string().encode()).hexdigest(),
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "hash": str(cache.prefix_caching_hash_algo),
+        "layout": str(kv_cache_config.kv_cache_layout),
+        "ranks": vllm_config.parallel_config.tensor_parallel_size,
+        "device": str(vllm_config.device_config.device_type),
+        # On CPUs the kernels' instruction set decides how keys lie in a block.
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def digest_of_weights(model: str) -> str:
+    """A digest of a local checkpoint's files: names, sizes and sixteen pieces of each; empty: the
+    model is not local, and its name and revision say what it is."""
+    directory = Path(model)
+    if not directory.is_dir():
+        return ""
+    digest = hashlib.sha256()
+    patterns = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+    for path in sorted(file for pattern in patterns for file in directory.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for piece in range(16):
+                file.seek(size * piece // 16)
+                digest.update(file.read(4096))
+    return digest.hexdigest()

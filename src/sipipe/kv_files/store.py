@@ -1,0 +1,217 @@
+"""Files of KV cache blocks that several processes of several hosts write, read and remove at once.
+
+Who runs here: whoever has a :class:`Store`, in one thread.
+Guarantees: a file appears whole or not at all; what is read is what was written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+NAME = re.compile(r"(\d{1,5})-(\d{1,5})\.(\d{1,4})-(\d{1,4})\.safetensors")
+NEW = ".new"
+"""How the name of a file ends that is being written."""
+LEFT_OVER = 3600.0
+"""Seconds after which a file that is being written belongs to a writer that ended amid it."""
+HEADER = 1 << 20
+"""Bytes that a file may have besides its tensors."""
+
+
+class DamagedFileError(ValueError):
+    """A file that is not as its writer left it."""
+
+
+class Store:
+    """The files below ``directory``, of ``size`` bytes at most.
+
+    Several processes of several hosts use one store at once: a file appears whole or not at all, and
+    whoever removes files has the lock of ``.lock``.
+    """
+
+    def __init__(self, directory: Path, size: int) -> None:
+        self.directory = directory
+        self.size = size
+        # Looked at with the first file, then each 64th of the size: sixteen writers stay below the
+        # size, as a quarter of it is left above what is looked for.
+        self._written = size
+        self._logged = False
+
+    def namespace(self, manifest: dict[str, Any]) -> str:
+        """The name of the folder of all that agree on ``manifest``, which lies in it to be read."""
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        try:
+            folder = self.directory / name
+            folder.mkdir(parents=True, exist_ok=True)
+            self._put(folder / "manifest.json", text.encode())
+        except OSError as error:
+            self._log(error)
+        return name
+
+    def folder(self, namespace: str, block_hash: str) -> Path:
+        return self.directory / namespace / block_hash[:2] / block_hash
+
+    def files(self, namespace: str, block_hash: str) -> Iterator[tuple[Path, int, int, int]]:
+        """A block's files: path, first layer, the layer after the last, rank."""
+        folder = self.folder(namespace, block_hash)
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return
+        for name in sorted(names):
+            if match := NAME.fullmatch(name):
+                first, end, rank, _ = map(int, match.groups())
+                yield folder / name, first, end, rank
+
+    def is_whole(self, namespace: str, block_hash: str, *, layers: int, ranks: int) -> bool:
+        """Whether there are files of all layers and ranks, as their names say."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for _, first, end, rank in self.files(namespace, block_hash):
+            spans.setdefault(rank, []).append((first, end))
+        for rank in range(ranks):
+            reached = 0
+            for first, end in sorted(spans.get(rank, ())):
+                if first <= reached:
+                    reached = max(reached, end)
+            if reached < layers:
+                return False
+        return True
+
+    def read(
+        self, path: Path, name: str, layers: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Tensors of a file, each checked, of the shapes and dtypes of ``layers``'.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError, SafetensorError: it is not what was written.
+        """
+        # Neither a link, which leads out of the store, nor a pipe, at which a reader waits.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            status = os.fstat(handle)
+            one = next(iter(layers.values()))
+            first, end, *_ = map(int, NAME.fullmatch(path.name).groups())  # type: ignore[union-attr]
+            most = one.nbytes * (end - first) + HEADER
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                raise DamagedFileError("it is no file of this size")
+            content = file.read(most)
+            with suppress(OSError):  # of another user: it is as old as it looks
+                os.utime(handle)
+        tensors = safetensors.torch.load(content)
+        start = 8 + int.from_bytes(content[:8], "little")
+        words = json.loads(content[8:start]).get("__metadata__", {})
+        if words.get("name") != name:
+            raise DamagedFileError("it is another block's")
+        read: dict[int, torch.Tensor] = {}
+        for layer, cache in layers.items():
+            tensor = tensors.get(str(layer))
+            if tensor is None or tensor.shape != cache.shape or tensor.dtype != cache.dtype:
+                raise DamagedFileError(f"layer {layer} is missing, or of another shape")
+            if words.get(f"crc {layer}") != checksum(tensor) or not is_finite(tensor):
+                raise DamagedFileError(f"layer {layer} is damaged")
+            read[layer] = tensor
+        return read
+
+    def write(
+        self, namespace: str, block_hash: str, name: str, tensors: dict[int, torch.Tensor]
+    ) -> None:
+        """Store a block, if the disk takes it and its values are finite: nothing depends on it."""
+        folder = self.folder(namespace, block_hash)
+        copies = {str(layer): tensor.cpu().contiguous() for layer, tensor in tensors.items()}
+        if not all(map(is_finite, copies.values())):
+            return
+        words = {f"crc {layer}": checksum(tensor) for layer, tensor in copies.items()}
+        words["name"] = f"{namespace}/{block_hash}"
+        content = safetensors.torch.save(copies, words)
+        try:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._put(folder / name, content)
+            except FileNotFoundError:  # who removes files took the empty folder for one to go
+                folder.mkdir(parents=True, exist_ok=True)
+                self._put(folder / name, content)
+            self._written += len(content)
+            if self._written * 64 > self.size:
+                self.evict()
+        except OSError as error:
+            self._log(error)
+
+    def _put(self, path: Path, content: bytes) -> None:
+        new = path.with_name(f"{path.name}.{uuid.uuid4().hex}{NEW}")
+        try:
+            new.write_bytes(content)
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+    def evict(self) -> None:
+        """Remove the files that were used longest ago while there are more than 3/4 of the size, to
+        5/8 of it; and what writers left that ended amid a file."""
+        with open(self.directory / ".lock", "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # somebody does it now; the next file asks again
+                return
+            self._written = 0
+            found: list[tuple[float, int, str]] = []
+            for root, _, names in os.walk(self.directory):
+                for name in names:
+                    path = os.path.join(root, name)
+                    with suppress(OSError):
+                        status = os.lstat(path)
+                        if name.endswith(NEW) and time.time() - status.st_mtime > LEFT_OVER:
+                            os.unlink(path)
+                        elif name.endswith((NEW, ".safetensors")):
+                            found.append((status.st_mtime, status.st_size, path))
+            total = sum(size for _, size, _ in found)
+            if total <= self.size * 3 // 4:
+                return
+            for _, size, path in sorted(found):
+                if total <= self.size * 5 // 8:
+                    break
+                with suppress(OSError):
+                    os.unlink(path)
+                    total -= size
+                    os.rmdir(os.path.dirname(path))  # while other layers are there it stays
+
+    def _log(self, error: OSError) -> None:
+        if not self._logged:
+            self._logged = True
+            logger.warning(
+                "KVFiles cannot write to %s (%s): prompts are computed, and not kept. This is logged "
+                "once",
+                self.directory,
+                error,
+            )
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's bytes on the host."""
+    return str(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN; bytes, which have no such values, are."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        return True
+    return bool(tensor.isfinite().all())

@@ -1,0 +1,84 @@
+"""The scheduler's side of a connector that answers, or raises, anything."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+from sipipe.engine.iteration.kv_loads import KVLoads
+
+BLOCK = 32
+
+
+class Anything:
+    """A connector: ``answer`` is a number of tokens, or what it raises."""
+
+    def __init__(self, answer, waits):
+        self.answer = answer
+        self.waits = waits
+        self.raises = None
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer, self.waits
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if self.raises:
+            raise self.raises
+
+    def build_connector_meta(self, scheduler_output):
+        if self.raises:
+            raise self.raises
+        return "metadata"
+
+
+def allocated(count):
+    return SimpleNamespace(get_block_ids=lambda: (list(range(100, 100 + count)),))
+
+
+answers = st.integers(-100, 400) | st.none() | st.just(KeyError("x"))
+
+
+@given(answer=answers, waits=st.booleans(), tokens=st.integers(1, 300), local=st.integers(0, 9))
+def test_no_more_tokens_are_matched_than_a_prompt_has(answer, waits, tokens, local):
+    """And no fewer than none; all blocks of those that are, and no other, are told to the workers."""
+    local = min(local, (tokens - 1) // BLOCK) * BLOCK
+    connector = Anything(answer, waits)
+    loads = KVLoads(connector, block_size=BLOCK, groups=1)
+    request = SimpleNamespace(request_id="a", num_tokens=tokens)
+    count, later = connector.get_num_new_matched_tokens(request, local)
+    assert count is None or 0 <= count <= tokens - local - (not later)
+    possible = isinstance(answer, int) and 0 <= answer <= tokens - local - (not waits)
+    assert count == (answer if possible or answer is None else 0)
+    blocks = -(-tokens // BLOCK)
+    connector.update_state_after_alloc(request, allocated(blocks), count or 0)
+    told = loads.take()
+    assert bool(told) == bool(count)
+    assert not loads.take()
+    for load in told:
+        assert (load.request_id, load.waits, load.reason) == ("a", waits, "")
+        last = -(-(local + count) // BLOCK)
+        assert load.block_ids == tuple(range(100 + local // BLOCK, 100 + last))
+        loads.fail({load.block_ids[-1]}, set())
+        assert connector.get_num_new_matched_tokens(request, local) == (0, False)
+        loads.forget("a")
+        assert connector.get_num_new_matched_tokens(request, local) == (count, later)
+
+
+@pytest.mark.parametrize("method", ["update_state_after_alloc", "build_connector_meta"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks_that_no_worker_is_asked_for_are_told_as_such(method, groups):
+    connector = Anything(64, True)
+    loads = KVLoads(connector, block_size=BLOCK, groups=groups)
+    request = SimpleNamespace(request_id="a", num_tokens=65)
+    connector.get_num_new_matched_tokens(request, 0)
+    connector.raises = OSError("gone") if method == "update_state_after_alloc" else None
+    connector.update_state_after_alloc(request, allocated(3), 64)
+    connector.raises = OSError("gone") if method == "build_connector_meta" else None
+    assert (connector.build_connector_meta(None) == "metadata") == (connector.raises is None)
+    (load,) = loads.take()
+    assert load.reason == "OSError: gone"
+    assert load.block_ids == ((100, 101) if groups == 1 else ())

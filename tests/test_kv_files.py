@@ -1,0 +1,241 @@
+"""The store of KVFiles without an engine: what is damaged is a miss, what is written appears whole,
+and the size holds."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+import safetensors.torch  # noqa: E402
+
+from sipipe.errors import UnsupportedError  # noqa: E402
+from sipipe.kv_files import connector  # noqa: E402
+from sipipe.kv_files import store as kv_files  # noqa: E402
+from sipipe.kv_files.store import Store  # noqa: E402
+
+SPACE, BLOCK = "space", "abcd"
+NAME = "0-2.0-1.safetensors"
+
+
+def tensors(seed=0, dtype=torch.float32, layers=(0, 1)):
+    generator = torch.Generator().manual_seed(seed)
+    return {i: torch.randn(2, 4, 8, generator=generator).to(dtype) for i in layers}
+
+
+def stored(directory, *, block=BLOCK, seed=0, **more):
+    store = Store(directory, 1 << 30)
+    store.write(SPACE, block, NAME, tensors(seed, **more))
+    return store, store.folder(SPACE, block) / NAME
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_what_was_written_is_read(tmp_path, dtype):
+    store, path = stored(tmp_path, dtype=dtype)
+    read = store.read(path, f"{SPACE}/{BLOCK}", tensors(1, dtype=dtype))
+    for layer, tensor in tensors(dtype=dtype).items():
+        assert torch.equal(read[layer], tensor)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def is_miss(store, path):
+    try:
+        store.read(path, f"{SPACE}/{BLOCK}", tensors(1))
+    except (OSError, ValueError, safetensors.SafetensorError):
+        return True
+    return False
+
+
+def foreign(directory, path):
+    _, other = stored(directory / "other", block="ef01")
+    shutil.copy(other, path)
+
+
+def with_nan(path):
+    content = safetensors.torch.load(path.read_bytes())
+    content["1"][0, 0, 0] = float("nan")
+    words = {f"crc {layer}": kv_files.checksum(value) for layer, value in content.items()}
+    safetensors.torch.save_file(content, path, words | {"name": f"{SPACE}/{BLOCK}"})
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "gone": Path.unlink,
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "a link": lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "huge": lambda path: os.truncate(path, 1 << 40),
+    "a huge header": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]),
+    "another block's": lambda path: foreign(path.parents[3], path),
+    "not a number": with_nan,
+    "another dtype": lambda path: stored(path.parents[3], dtype=torch.float16),
+    "a layer less": lambda path: stored(path.parents[3], layers=(0,)),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_every_kind_of_damage_is_a_miss(tmp_path, kind):
+    store, path = stored(tmp_path)
+    DAMAGES[kind](path)
+    assert is_miss(store, path)
+
+
+@settings(max_examples=200)
+@given(cut=st.integers(0, 10_000), flip=st.integers(1, 255), truncates=st.booleans())
+def test_every_byte_counts(tmp_path_factory, cut, flip, truncates):
+    """A file that is cut off anywhere, or has another byte, is a miss or has the same tensors."""
+    store, path = stored(tmp_path_factory.mktemp("store"))
+    content = bytearray(path.read_bytes())
+    cut %= len(content)
+    if truncates:
+        del content[cut:]
+    else:
+        content[cut] ^= flip
+    path.write_bytes(content)
+    try:
+        read = store.read(path, f"{SPACE}/{BLOCK}", tensors(1))
+    except (OSError, ValueError, safetensors.SafetensorError):
+        return
+    assert not truncates
+    for layer, tensor in tensors().items():
+        assert torch.equal(read[layer], tensor)
+
+
+spans = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 1)), max_size=6)
+
+
+@given(spans=spans, ranks=st.integers(1, 2))
+def test_a_block_is_whole_where_its_layers_are(tmp_path_factory, spans, ranks):
+    """Whatever the cuts were of the stages that stored it."""
+    store = Store(tmp_path_factory.mktemp("store"), 1 << 30)
+    folder = store.folder(SPACE, BLOCK)
+    folder.mkdir(parents=True)
+    (folder / "0-6.0-1.safetensors.x.new").touch()
+    for first, end, rank in spans:
+        (folder / f"{first}-{end}.{rank}-{ranks}.safetensors").touch()
+    covered = {(layer, rank) for first, end, rank in spans for layer in range(first, end)}
+    whole = all((layer, rank) in covered for layer in range(6) for rank in range(ranks))
+    assert store.is_whole(SPACE, BLOCK, layers=6, ranks=ranks) == whole
+
+
+def size_of(directory):
+    """Bytes of files, some of which are removed meanwhile."""
+    total = 0
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
+
+
+def test_the_size_holds_with_several_writers_and_what_was_used_last_stays(tmp_path):
+    bound = 100_000
+
+    def write(writer):
+        store = Store(tmp_path, bound)
+        for number in range(100):
+            store.write(SPACE, f"{writer}{number:03}", NAME, tensors())
+            assert size_of(tmp_path) <= bound
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, "abcd"))
+    assert size_of(tmp_path) > bound / 2
+    store = Store(tmp_path, bound)
+    for number in range(200):
+        store.write(SPACE, f"e{number:03}", NAME, tensors())
+        used = store.folder(SPACE, "e000") / NAME
+        os.utime(used, (2**31, 2**31))  # each time it was read last
+    store.read(used, f"{SPACE}/e000", tensors(1))
+
+
+def test_what_a_writer_left_that_ended_amid_a_file_is_removed(tmp_path):
+    store, path = stored(tmp_path)
+    old, new = (path.with_name(f"{NAME}.{kind}{kv_files.NEW}") for kind in ("old", "new"))
+    for left in (old, new):
+        left.write_bytes(b"half")
+    then = time.time() - 2 * kv_files.LEFT_OVER
+    os.utime(old, (then, then))
+    store.evict()
+    assert sorted(path.parent.iterdir()) == sorted([path, new])
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from sipipe.kv_files.store import Store
+store = Store(Path(sys.argv[1]), 1 << 30)
+block = {i: torch.full((256, 64), float(i)) for i in range(4)}
+print(flush=True)
+for number in range(10**6):
+    store.write("space", f"{number:06}", "0-4.0-1.safetensors", block)
+"""
+
+
+@pytest.mark.ci
+def test_a_writer_that_is_killed_leaves_whole_files_alone(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        writer.stdout.readline()
+        while len(list(tmp_path.rglob("*.safetensors"))) < 20:
+            pass
+        writer.kill()
+    store = Store(tmp_path, 1 << 30)
+    block = {i: torch.full((256, 64), float(i)) for i in range(4)}
+    files = list(tmp_path.rglob("*.safetensors"))
+    for path in files:
+        read = store.read(path, f"space/{path.parent.name}", block)
+        assert all(torch.equal(read[i], block[i]) for i in block)
+
+
+def test_a_directory_that_takes_nothing_costs_no_request(tmp_path):
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file", 1 << 30)
+    assert store.namespace({"a": 1})
+    store.write(SPACE, BLOCK, NAME, tensors())
+    assert not store.is_whole(SPACE, BLOCK, layers=2, ranks=1)
+
+
+def test_blocks_with_values_that_are_none_are_not_stored(tmp_path):
+    block = tensors()
+    block[1][0, 0, 0] = float("nan")
+    store = Store(tmp_path, 1 << 30)
+    store.write(SPACE, BLOCK, NAME, block)
+    assert not list(store.files(SPACE, BLOCK))
+
+
+def test_another_model_is_another_folder(tmp_path):
+    for name, weights in (("a", b"1" * 9000), ("b", b"1" * 8999 + b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    digests = {connector.digest_of_weights(str(tmp_path / name)) for name in "ab"}
+    assert len(digests) == 2
+    store = Store(tmp_path / "store", 1)
+    assert len({store.namespace({"model": digest}) for digest in digests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({}, "directory"),
+        ({"directory": "caches"}, "directory"),
+        ({"directory": 5}, "directory"),
+        ({"directory": "/a", "size_gib": 0}, "size_gib"),
+        ({"directory": "/a", "size_gib": "5"}, "size_gib"),
+        ({"directory": "/a", "size_gib": True}, "size_gib"),
+        ({"directory": "/a", "size_gib": float("nan")}, "size_gib"),
+        ({"directory": "/a", "shared_storage_path": "/a"}, "shared_storage_path"),
+    ],
+)
+def test_settings_are_refused_by_name(extra, named):
+    with pytest.raises(UnsupportedError, match=named):
+        connector.settings(extra)
