@@ -61,7 +61,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, EngineArgs, SamplingParams
 
     from sipipe.engine.iteration.balance import Balancer
-    from sipipe.engine.iteration.requests import RequestTracker, Work
+    from sipipe.engine.iteration.requests import RequestTracker
+    from sipipe.engine.iteration.work import Work
     from sipipe.engine.start.arguments import parse_engine_args
 
     shares: list[float] = []

@@ -21,7 +21,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from benchmarks.harness import report
-from sipipe.engine.iteration.requests import Work
+from sipipe.engine.iteration.work import Work
 from sipipe.engine.scheduling.speculation import Speculation
 from sipipe.messages.start_records import NGramSettings, SuffixSettings
 from sipipe.messages.step import Sampled, Step, decode_sampled, encode, int32_bytes, int32_view

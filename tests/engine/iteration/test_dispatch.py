@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from sipipe.engine.iteration.bus import Bus
 from sipipe.engine.iteration.dispatch import Dispatcher
 from sipipe.engine.iteration.iterations import Iterations
-from sipipe.engine.iteration.requests import Work
+from sipipe.engine.iteration.work import Work
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.messages.header import Kind

@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from sipipe.engine.iteration import stall
 from sipipe.engine.iteration.calls import Calls
 from sipipe.engine.iteration.iterations import Iterations
-from sipipe.engine.iteration.requests import Work
 from sipipe.engine.iteration.resolve import build_output
 from sipipe.engine.iteration.stall import StallClock, StallWatch
+from sipipe.engine.iteration.work import Work
 from sipipe.errors import StallError
 from sipipe.messages.replies import IterationReport, Status
 from sipipe.messages.step import Logprobs, Sampled, int32_bytes

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.logits_room import LogitsRoom, rows_needed
-from sipipe.engine.iteration.requests import Work
+from sipipe.engine.iteration.work import Work
 
 REQUESTS = 64
 

@@ -353,7 +353,9 @@ def test_requests_that_a_proxy_gave_one_id_do_not_draw_alike(monkeypatch):
     assert len(set(first)) == 4
     assert first == arrive(again)
     assert first[:2] == arrive(again[:2])
-    monkeypatch.setattr("sipipe.engine.iteration.requests.MOST_IDS", 1)  # the oldest is forgotten
+    monkeypatch.setattr(
+        "sipipe.engine.iteration.request_names.MOST_IDS", 1
+    )  # the oldest is forgotten
     assert arrive(again)[2] == first[0]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
-from sipipe.engine.iteration.requests import Work
+from sipipe.engine.iteration.work import Work
 from sipipe.engine.scheduling import speculation
 from sipipe.engine.scheduling.speculation import (
     KV_RESERVE,

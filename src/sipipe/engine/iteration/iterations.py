@@ -28,7 +28,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from sipipe.engine.iteration.logits_room import LogitsRoom
-from sipipe.engine.iteration.requests import Work
+from sipipe.engine.iteration.work import Work
 from sipipe.engine.scheduling.times import Load
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import Grammar, Sampled

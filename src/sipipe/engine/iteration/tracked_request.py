@@ -14,34 +14,65 @@ ON_DEVICE = -1
 
 @dataclass(slots=True, kw_only=True)
 class TrackedRequest:
-    """One live request. ``outputs`` are the tokens that the scheduler holds, in order."""
+    """One live request: its tokens, who draws for it, and its place in the last scheduling output."""
 
     handle: int
+    """Its number in messages to samplers."""
     sampler: int
+    """The sampler that draws for it, or :data:`ON_DEVICE`."""
     params: SequenceParams
+    """What it asks of its sampler."""
     cost: float = 0.0
-    """Of drawing for it once, in seconds (:meth:`.Balancer.cost`)."""
+    """Seconds that one draw for it takes (:meth:`.Balancer.cost`)."""
     prompt: Sequence[int]
+    """The scheduler's own list of prompt tokens, to which a streaming session adds."""
     prompt_length: int
-    """How long it was when it came: the scheduler's own list, to which a streaming session adds."""
+    """Tokens of the prompt when the request was added here."""
     outputs: list[int] = field(default_factory=list)
+    """Tokens that were drawn for it, in order; more than ``held`` while the last ones are new."""
     sent: int = 0
-    """How many of ``outputs`` the sampler has been sent."""
+    """How many of ``outputs`` its sampler has been sent."""
     scores: bool = False
-    """Whether it asks for log-probabilities of its prompt ..."""
+    """The request asks for log-probabilities of its prompt."""
     prompt_logprobs: bool = False
-    """... and they are still to come."""
+    """Log-probabilities of its prompt are still to come."""
     iteration: int = -1
     """The last iteration that the request is in."""
+    start: int = 0
+    """Position of the first token that the stages compute for it in the last scheduling output."""
+    held: int = 0
+    """Output tokens that the scheduler held of it in the last scheduling output."""
     error: str = ""
     """Why no sampler can draw for it; it fails with its next token."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.outputs)
 
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens at positions ``start`` to ``stop`` of prompt and outputs."""
+        length = self.prompt_length
+        if start >= length:
+            return self.outputs[start - length : stop - length]
+        tokens = list(self.prompt[start:stop])
+        if stop > length:
+            tokens += self.outputs[: stop - length]
+        return tokens
+
     def added(self) -> Added:
+        """The message that gives its sampler the whole state; all outputs count as sent from then."""
         self.sent = len(self.outputs)
         if self.error:
-            return Added(self.handle, self.sampler, SequenceParams(), b"", error=self.error)
-        tokens = int32_bytes(self.prompt), int32_bytes(self.outputs)
-        return Added(self.handle, self.sampler, self.params, *tokens)
+            return Added(
+                handle=self.handle,
+                sampler=self.sampler,
+                params=SequenceParams(),
+                prompt=b"",
+                error=self.error,
+            )
+        return Added(
+            handle=self.handle,
+            sampler=self.sampler,
+            params=self.params,
+            prompt=int32_bytes(self.prompt),
+            outputs=int32_bytes(self.outputs),
+        )
