@@ -18,9 +18,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import safetensors.torch  # noqa: E402
 
-from sipipe.errors import UnsupportedError  # noqa: E402
+from sipipe.errors import ConfigError  # noqa: E402
 from sipipe.kv_files import connector  # noqa: E402
 from sipipe.kv_files import store as kv_files  # noqa: E402
+from sipipe.kv_files.settings import settings as read_settings  # noqa: E402
 from sipipe.kv_files.store import Store  # noqa: E402
 
 SPACE, BLOCK = "space", "abcd"
@@ -237,5 +238,5 @@ def test_another_model_is_another_folder(tmp_path):
     ],
 )
 def test_settings_are_refused_by_name(extra, named):
-    with pytest.raises(UnsupportedError, match=named):
-        connector.settings(extra)
+    with pytest.raises(ConfigError, match=named):
+        read_settings(extra)

@@ -123,6 +123,8 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --async-scheduling --kv-transfer-config '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}' => --async-scheduling: not with --kv-transfer-config
 --async-scheduling --speculative-config '{"method": "ngram", "num_speculative_tokens": 2}' => --async-scheduling: not with drafts
 --ec-transfer-config '{"ec_connector": "x", "ec_role": "ec_both"}' => ec.(transfer|connector|role)
+--kv-transfer-config '{"kv_connector": "KVFiles", "kv_connector_module_path": "sipipe.kv_files.connector", "kv_role": "kv_both"}' => "directory" has to be an absolute path
+--kv-transfer-config '{"kv_connector": "KVFiles", "kv_connector_module_path": "sipipe.kv_files.connector", "kv_role": "kv_both", "kv_connector_extra_config": {"directory": "/a", "size": 5}}' => KVFiles has no size: directory, size_gib
 --kv-transfer-config '{"kv_connector": "NoSuch", "kv_role": "kv_both"}' => NoSuch|kv.transfer
 [sv] --kv-transfer-config '{"kv_connector": "ExampleConnector"}' => kv_role
 [sv] --kv-transfer-config '{"kv_connector": "ExampleConnector", "kv_role": "both"}' => kv_role

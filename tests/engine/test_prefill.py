@@ -29,27 +29,21 @@ from tests.engine.engines import (
     words,
 )
 from tests.engine.servers import MODEL, VLLM, Server, health, metric, post, wait_until
-from tests.engine.test_kv_connectors import PAGES, asked, on_shelf, stored_in
+from tests.engine.test_kv_connectors import PAGES, asked, on_shelf
+from tests.engine.test_kv_files import of_role
 from tests.ipc.link.conftest import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROUTER = Path(__file__).parents[2] / "deploy" / "prefill_router.py"
-HIT = "Inject KV cache"
-
-
 EXACT = {"enforce_eager": True, "dtype": "float32", "enable_prefix_caching": False}
 
 
-def stored_by(role, directory):
-    # It stores a prompt's first chunk for the whole of it.
-    return ["--no-enable-chunked-prefill", *moved_by(stored_in(directory, role))]
-
-
-def moved_by(connector):
+def moved_by(connector, *, prefix_caching=False):
     settings = {"additional_config": {"sipipe": {"cores": "off"}}, **connector}
     as_json = {name: json.dumps(value) for name, value in settings.items()}
-    return words({**as_json, "max_model_len": 256, **PAGES, **EXACT})
+    exact = EXACT | {"enable_prefix_caching": prefix_caching}
+    return words({**as_json, "max_model_len": 256, **PAGES, **exact})
 
 
 start = partial(Server, forked=True)
@@ -94,7 +88,7 @@ def ids(told):
 
 
 def hits(server):
-    return len(re.findall(HIT, server.log.read_text()))
+    return metric(server.address, "vllm:external_prefix_cache_hits_total")
 
 
 def test_prompts_in_two_stages_tokens_elsewhere(models, tmp_path):
@@ -103,8 +97,12 @@ def test_prompts_in_two_stages_tokens_elsewhere(models, tmp_path):
     path, batches = model(models), asked()
     store = tmp_path / "store"
     store.mkdir()
-    takes = stored_by("kv_consumer", store)
-    prefill = start(path, tmp_path / "prefill.log", *stored_by("kv_producer", store))
+    takes = moved_by(of_role("kv_consumer", store), prefix_caching=True)
+    prefill = start(
+        path,
+        tmp_path / "prefill.log",
+        *moved_by(of_role("kv_producer", store), prefix_caching=True),
+    )
     door = ("--distributed-executor-backend", "sipipe.Executor")
     with prefill, start(path, tmp_path / "two.log", *takes, *door, module=VLLM) as two:
         with (
@@ -116,7 +114,7 @@ def test_prompts_in_two_stages_tokens_elsewhere(models, tmp_path):
             assert hits(two) + hits(one)
             for decode in (two, one):
                 assert_stock(ids(ask_all(decode.address, batches[0])), path, batches)
-                assert hits(decode)
+                assert hits(decode)  # and where the other had a prompt, it has it now
             check_loss(router, prefill, batches[0])
             assert health(two.address) == health(one.address) == 200
         with start(path, tmp_path / "again.log", *takes, "-pp", "1") as again:

@@ -22,7 +22,6 @@ Rejected: writing behind the forward pass, in a thread. The request for the deco
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,13 +40,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from sipipe.errors import UnsupportedError
+from sipipe.kv_files.settings import settings
 from sipipe.kv_files.store import Store
 
 logger = init_logger(f"vllm.{__name__}")
 
 FORMAT = 1
 """The version of what is in a file: another one is another namespace."""
-OPTIONS = ("directory", "size_gib")
 
 
 @dataclass
@@ -238,26 +237,6 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
         invalid = self._invalid
         self._invalid = set()
         return invalid
-
-
-def settings(extra: dict[str, Any]) -> tuple[Path, int]:
-    """The directory, and the bytes that all files in it may have.
-
-    Raises:
-        UnsupportedError: a setting is missing, unknown or of another kind.
-    """
-    place = "--kv-transfer-config, kv_connector_extra_config"
-    if unknown := sorted(set(extra) - set(OPTIONS)):
-        raise UnsupportedError(
-            f"{place}: KVFiles has no {', '.join(unknown)}: {', '.join(OPTIONS)}"
-        )
-    directory = extra.get("directory")
-    if not isinstance(directory, str) or not os.path.isabs(directory):
-        raise UnsupportedError(f'{place}: "directory" has to be an absolute path')
-    size = extra.get("size_gib", 10)
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1 << 20:
-        raise UnsupportedError(f'{place}: "size_gib" has to be a number of GiB above 0')
-    return Path(directory), int(size * (1 << 30))
 
 
 def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:

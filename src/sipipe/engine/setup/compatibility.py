@@ -16,6 +16,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import alone, this_machine
 from sipipe.engine.scheduling.speculation import check_speculation
 from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.kv_files import settings as kv_files
 
 STOCK_WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "sipipe.worker.hooks.vllm_workers.CPUStageWorker",
@@ -83,6 +84,9 @@ def check_features(vllm_config: VllmConfig) -> None:
                 f"SiPipe does not support {option}{OTHERWISE * (': ' not in option)}"
             )
     check_speculation(vllm_config)
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector_module_path == kv_files.MODULE:
+        kv_files.settings(transfer.kv_connector_extra_config)
 
 
 def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:

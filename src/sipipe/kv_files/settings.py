@@ -1,0 +1,29 @@
+"""The settings of KVFiles, which are checked before anything starts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sipipe.errors import ConfigError
+
+MODULE = "sipipe.kv_files.connector"
+"""The connector's module, as ``kv_connector_module_path`` names it."""
+OPTIONS = ("directory", "size_gib")
+
+
+def settings(extra: dict[str, Any]) -> tuple[Path, int]:
+    """The directory, and the bytes that all files in it may have.
+
+    Raises:
+        ConfigError: a setting is missing, unknown or of another kind.
+    """
+    place = "--kv-transfer-config, kv_connector_extra_config"
+    if unknown := sorted(set(extra) - set(OPTIONS)):
+        raise ConfigError(f"{place}: KVFiles has no {', '.join(unknown)}: {', '.join(OPTIONS)}")
+    directory = extra.get("directory")
+    if not isinstance(directory, str) or not os.path.isabs(directory):
+        raise ConfigError(f'{place}: "directory" has to be an absolute path')
+    size = extra.get("size_gib", 10)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1 << 20:
+        raise ConfigError(f'{place}: "size_gib" has to be a number of GiB above 0')
+    return Path(directory), int(size * (1 << 30))
