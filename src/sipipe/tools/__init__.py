@@ -1,1 +1,1 @@
-"""What a person runs beside an engine; nothing of an engine imports it."""
+"""Tools that a person runs beside an engine; nothing of an engine imports them."""

@@ -30,20 +30,31 @@ def measured(
     job: Mapping[str, Any],
     module: str,
     *,
-    kept: Sequence[int] = (),
+    descriptors: Sequence[int] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
-    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names
-    it in messages, it takes descriptors ``kept`` over, ``env`` is on top of this one's. Raises
-    ConfigError: it refused an option. SiPipeError: it failed, or took more than ``timeout`` seconds;
-    the log is kept, and its end is the error's note."""
+    """Run ``module`` on ``job`` in a process of its own and return the JSON object that it prints.
+
+    Args:
+        side: name of the engine in messages.
+        job: JSON object that the module reads from its standard input.
+        module: module to run, such as :mod:`sipipe.tools.load`.
+        descriptors: open files that the process takes over.
+        env: environment variables on top of this process's.
+        timeout: seconds after which the process is ended.
+
+    Raises:
+        ConfigError: it refused an option.
+        SiPipeError: it failed, or took more than ``timeout`` seconds. Its log is kept in a file, and
+            the end of the log is the error's note.
+    """
     print(f"measuring {side} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as log, own_sockets():
         # A session of its own, so that it can be ended with all the engine's processes.
         process, control = start_child(
             ("-m", module),
-            ends=[os.fdopen(descriptor, "rb") for descriptor in kept],
+            ends=[os.fdopen(descriptor, "rb") for descriptor in descriptors],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -60,20 +71,20 @@ def measured(
             kill_group(process.pid)  # what it has left, such as a server that hangs
             control.close()
         log.seek(0)
-        said = log.read()
+        output = log.read()
     if out is not None and process.returncode == 0:
         return dict(json.loads(out))
-    text = said.decode(errors="replace")
+    text = output.decode(errors="replace")
     if out is not None and process.returncode == 2 and text.strip():  # its word on a wrong option
         raise ConfigError(text.strip().splitlines()[-1])
-    why = f"took more than {timeout:.0f} s" if out is None else f"failed: {_keep(side, said)}"
+    why = f"took more than {timeout:.0f} s" if out is None else f"failed: {_keep(side, output)}"
     error = SiPipeError(f"{side} {why}")
     error.add_note(text[-_NOTED:])
     raise error
 
 
 def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """The other end of :func:`measured`: ``work`` on the job from stdin, its result to stdout."""
+    """Be the other end of :func:`measured`: do ``work`` on the job from stdin, its result to stdout."""
     end_group_with(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGTERM, _end_with_all)  # its parent, told to end too, ends no group then
     # Only the result may go to stdout; engines and clients print there too.
@@ -102,9 +113,10 @@ def _keep(side: str, log: bytes) -> str:
         file.write(log)
     # vLLM's warnings quote errors that may come.
     lines = (line for line in log.decode(errors="replace").splitlines() if "WARNING" not in line)
-    found = (re.search(r"\w+(Error|Exception): .*", line) for line in lines)
-    first = next(filter(None, found), None)
-    return f"{first.group() if first else 'no error in its log'} (log: {file.name})"
+    errors = (re.search(r"\w+(Error|Exception): .*", line) for line in lines)
+    first = next(filter(None, errors), None)
+    cause = first.group() if first else "no error in its log"
+    return f"{cause} (log: {file.name})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

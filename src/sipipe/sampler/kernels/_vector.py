@@ -52,7 +52,7 @@ def splat(builder: Any, scalar: Any, kind: Any) -> Any:
 
 
 ARRAY = None
-"""In a signature of `operation`: an array of any of the dtypes, given to the body as a pointer."""
+"""Marker in a signature of `operation`: an array of any of the dtypes, given as a pointer."""
 
 
 def operation(returned: Any, *takes: Any, inline: bool = False) -> Callable[[Any], Any]:
@@ -188,8 +188,10 @@ def load_bits(builder: Any, words: Any, first: Any, wide: bool) -> list[Any]:
         stored = builder.load(builder.gep(words, [builder.add(first, ir.Constant(I64, word))]))
         if wide:
             halves = builder.bitcast(stored, ir.VectorType(I16, 2))
-            each = ir.Constant(ir.VectorType(I32, 32), [lane // LANES for lane in range(32)])
-            spread = builder.shuffle_vector(halves, ir.Constant(halves.type, ir.Undefined), each)
+            lane_word = ir.Constant(ir.VectorType(I32, 32), [lane // LANES for lane in range(32)])
+            spread = builder.shuffle_vector(
+                halves, ir.Constant(halves.type, ir.Undefined), lane_word
+            )
             numbers = [[lane % LANES for lane in range(32)]]
         else:
             spread = splat(builder, stored, VI)

@@ -18,7 +18,8 @@ from sipipe.sampler.kernels._vector import ARRAY, operation
 
 ACCUMULATORS = 4  # independent chains, so that latency does not bound a pass
 _AHEAD = {16: (16384, 64), 32: (8192, 128)}
-"""By bits of a logit: how far ahead the first pass reads, and every which byte; as measured."""
+"""Prefetching of the first pass by bits of a logit: bytes ahead, and bytes between two prefetches.
+Measured: docs/log.md, "Prefetch"."""
 
 _REAL = types.float32
 _INT = types.intp
@@ -250,11 +251,11 @@ def block_gather(
         end = count
         vectors = vectors_of(builder, x, start, kind)
         for v, value in enumerate(_unmasked(builder, vectors, masks)):
-            kept = builder.fcmp_ordered(">=", value, threshold)
-            vec.compress(builder, value, kept, values, end)
+            reaches = builder.fcmp_ordered(">=", value, threshold)
+            vec.compress(builder, value, reaches, values, end)
             names = builder.add(base, vec.constant(vec.VI, v * vec.LANES))
-            vec.compress(builder, names, kept, ids, end)
-            end = builder.add(end, vec.count_lanes(builder, kept))
+            vec.compress(builder, names, reaches, ids, end)
+            end = builder.add(end, vec.count_lanes(builder, reaches))
         return end
 
     return with_masks(builder, mask, word, collect)
@@ -284,7 +285,7 @@ def _bfloat16_reached(builder: Any, x: Any, start: Any, threshold: Any, masks: l
 def block_count(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, threshold: Any
 ) -> Any:
-    """How many of what is not masked of a block, which has no NaN, are >= ``threshold``."""
+    """Count the logits of a block that are not masked and >= ``threshold``. The block has no NaN."""
     wide = kind == types.uint16
 
     def count(masks: list[Any]) -> Any:

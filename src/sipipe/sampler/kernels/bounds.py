@@ -17,7 +17,7 @@ from sipipe.sampler.kernels.blocks import Sums, offset_of, vectors_of, with_mask
 LARGEST_RATIO = 1.0616
 """(1 + f) / 2 ** f is at most 1.06148, at f = 0.4427; the rest is rounding."""
 ROUNDING = 1.0 - 2.0**-16
-"""What the bound may fall short of a weight by: the product is rounded to 2 ** -17 of itself."""
+"""Factor by which the bound may fall short of a weight: the product is rounded to 2 ** -17 of it."""
 UNIT = 2.0**23
 
 _REAL = types.float32
@@ -26,9 +26,9 @@ _SPLIT = types.Tuple((_REAL, _REAL))
 
 
 def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
-    one = vec.constant(vec.VF, 127 * UNIT)
+    unit_exponent = vec.constant(vec.VF, 127 * UNIT)
     zero = vec.constant(vec.VF, 0.0)
-    bits = vec.multiply_add(builder, builder.fsub(value, top), slope, one)
+    bits = vec.multiply_add(builder, builder.fsub(value, top), slope, unit_exponent)
     return builder.bitcast(builder.fptosi(vec.maximum(builder, bits, zero), vec.VI), vec.VF)
 
 
@@ -58,16 +58,16 @@ def _split(
 
     def parts(masks: list[Any]) -> Any:
         reaching = Sums(builder)
-        rest = Sums(builder)
+        smaller = Sums(builder)
         for v, logit in enumerate(vectors_of(builder, x, start, kind)):
-            kept = builder.fcmp_ordered(">=", logit, least)
+            counts = builder.fcmp_ordered(">=", logit, least)
             if masks[v] is not None:
-                kept = builder.and_(kept, builder.not_(masks[v]))
+                counts = builder.and_(counts, builder.not_(masks[v]))
             larger = builder.fcmp_ordered(">=", logit, value)
             weight = weigh(logit)
-            reaching.add(weight, lanes=builder.and_(kept, larger))
-            rest.add(weight, lanes=builder.and_(kept, builder.not_(larger)))
-        return vec.struct_of(builder, reaching.total(), rest.total())
+            reaching.add(weight, lanes=builder.and_(counts, larger))
+            smaller.add(weight, lanes=builder.and_(counts, builder.not_(larger)))
+        return vec.struct_of(builder, reaching.total(), smaller.total())
 
     return with_masks(builder, mask, word, parts)
 

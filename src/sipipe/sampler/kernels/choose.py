@@ -54,15 +54,15 @@ def divide_candidates(count: Any, temperature: Any, work: Any) -> Any:
 @kernel
 def _keep_from(count: Any, cut: Any, cut_id: Any, work: Any) -> Any:
     """Drop the candidates below (cut, cut_id); how many stay."""
-    kept = 0
+    stay = 0
     for i in range(count):
         value = work.values[i]
         token = work.ids[i]
         if value > cut or (value == cut and token >= cut_id):
-            work.ids[kept] = token
-            work.values[kept] = value
-            kept += 1
-    return kept
+            work.ids[stay] = token
+            work.values[stay] = value
+            stay += 1
+    return stay
 
 
 @kernel
@@ -85,7 +85,7 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     if min_p > 0.0:
         floor = math.log(min_p)
     total = 0.0
-    kept = 0
+    stay = 0
     for i in range(count):
         value = order.key_value(work.keys[i])
         below = np.float64(value) - np.float64(top)
@@ -95,21 +95,21 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
         work.ids[i] = order.key_tie(work.keys[i])
         work.values[i] = value
         work.sums[i] = total
-        kept += 1
+        stay += 1
     if top_p < 1.0:
         target = top_p * total
         last = 0
         # bound: `kept`
-        while last < kept - 1 and work.sums[last] < target:
+        while last < stay - 1 and work.sums[last] < target:
             last += 1
-        kept = last + 1
+        stay = last + 1
         total = work.sums[last]
     target = uniform(filters.seed, filters.position) * total
     pick = 0
     # bound: `kept`
-    while pick < kept - 1 and work.sums[pick] <= target:
+    while pick < stay - 1 and work.sums[pick] <= target:
         pick += 1
-    return np.int64(work.ids[pick]), kept, np.float64(top), math.log(total)
+    return np.int64(work.ids[pick]), stay, np.float64(top), math.log(total)
 
 
 @kernel
@@ -135,7 +135,7 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 
 @kernel
 def draws_from_row(vocab: Any, filters: Any) -> Any:
-    """Whether the filters can be put to one token, and top-k keeps a good part."""
+    """Say if the filters can be put to one token, and top-k keeps a good part."""
     k = filters.top_k
     return k == 0 or (filters.top_p >= 1.0 and k * SHARE > vocab)
 
@@ -152,7 +152,7 @@ def _least_of_min_p(top: Any, filters: Any) -> Any:
 
 @kernel
 def _groups_reach(x: Any, least: Any, work: Any) -> Any:
-    """Whether more than 1 / `SHARE` of the row's groups reach ``least``: few are better listed."""
+    """Say if more than 1 / `SHARE` of the row's groups reach ``least``: few are better listed."""
     groups = ((x.size + 255) >> 8) << 5
     reaching = 0
     for i in range(groups):
@@ -162,10 +162,10 @@ def _groups_reach(x: Any, least: Any, work: Any) -> Any:
 
 @kernel
 def _is_candidate(token: Any, count: Any, work: Any) -> Any:
-    found = False
+    is_candidate = False
     for i in range(count):
-        found |= work.ids[i] == token
-    return found
+        is_candidate |= work.ids[i] == token
+    return is_candidate
 
 
 @kernel

@@ -39,7 +39,8 @@ _OTHERS = 2
 SHARE = 32
 """Where a filter keeps less than 1 / SHARE, what may be kept is narrowed down before a draw."""
 ATTEMPTS = 65536
-"""That many fail with a probability below 1e-100, where one in 8.5 * SHARE succeeds."""
+"""Attempts of a draw. All of them fail with a probability below 1e-100, where one in 8.5 * SHARE
+succeeds."""
 
 
 @kernel
@@ -55,8 +56,8 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
     tied = 0
     weight = 0.0
     if cut >= LOWEST:
-        found = positions_between(count, cut, beyond, work)
-        for i in range(found):
+        tied_candidates = positions_between(count, cut, beyond, work)
+        for i in range(tied_candidates):
             at = work.picks[i]
             if work.ids[at] >= cut_id:
                 work.picks[tied] = at
@@ -77,8 +78,8 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
                 if before > target:
                     break
     if last < 0:
-        rest = min(int((target - total) / weight), tied - 1) if weight > 0.0 else 0
-        last = np.int64(work.ids[work.picks[rest]])
+        chosen = min(int((target - total) / weight), tied - 1) if weight > 0.0 else 0
+        last = np.int64(work.ids[work.picks[chosen]])
     return last, total + tied * weight
 
 
@@ -164,9 +165,9 @@ def _propose(end: Any, target: Any, work: Any) -> Any:
     for lane in range(16):
         inside += lanes[lane]
     # The sum of 256 was taken in float32: measure the rest of the way in its own unit.
-    rest = (target - reached) / np.float64(work.masses[piece]) * inside
-    lane, reached = _passing(lanes, 0, 1, 16, rest)
-    row, _ = _passing(work.weights, first + lane, 16, 16, rest - reached)
+    remaining = (target - reached) / np.float64(work.masses[piece]) * inside
+    lane, reached = _passing(lanes, 0, 1, 16, remaining)
+    row, _ = _passing(work.weights, first + lane, 16, 16, remaining - reached)
     return first + row * 16 + lane
 
 
@@ -192,14 +193,14 @@ def _split(
     """
     full = x.size >> 8
     blocks = (x.size + 255) >> 8
-    own = token >> 8
+    block = token >> 8
     larger = np.nextafter(value, np.float32(np.inf))
-    before = rest = 0.0
+    before = remaining = 0.0
     tied = 0
     for b in range(blocks + ((edited + 255) >> 8)):
         if which != _ALL and (b >= blocks or work.peaks[b] >= value) != (which == _REACHING):
             continue
-        first = value if own < b < blocks else larger
+        first = value if block < b < blocks else larger
         if b >= blocks:
             start = (b - blocks) << 8
             parts = _split_block(
@@ -212,14 +213,14 @@ def _split(
         else:
             parts = _split_block(x, b << 8, work.mask, b << 3, first, least, top, slope, exact)
         before += parts[0]
-        rest += parts[1]
+        remaining += parts[1]
     if which != _OTHERS:
-        for i in range(token + 1, min((own + 1) << 8, x.size)):
+        for i in range(token + 1, min((block + 1) << 8, x.size)):
             tied += element(x, i) == value and not is_masked(i, work)
     weight = np.float64(value - top) * np.float64(slope) + 127.0 * UNIT
     curve = np.float64(np.uint32(max(weight, 0.0)).view(np.float32))
     weight = 2.0 ** (weight / UNIT - 127.0) if exact else curve
-    return before + tied * weight, rest - tied * weight
+    return before + tied * weight, remaining - tied * weight
 
 
 @kernel
@@ -228,10 +229,10 @@ def _largest_equal(value: Any, temperature: Any) -> Any:
     infinity = np.float32(np.inf)
     divided = np.float32(value / temperature)
     middle = (np.float64(divided) + np.float64(np.nextafter(divided, infinity))) * 0.5
-    found = max(np.float32(middle * np.float64(temperature)), value)
-    if found > value and np.float32(found / temperature) > divided:
-        found = np.nextafter(found, -infinity)
-    return found
+    largest = max(np.float32(middle * np.float64(temperature)), value)
+    if largest > value and np.float32(largest / temperature) > divided:
+        largest = np.nextafter(largest, -infinity)
+    return largest
 
 
 @kernel
@@ -251,20 +252,20 @@ def _in_top_p(
     below = (total - reaching) / LARGEST_RATIO - total * 1e-6  # what rounding may have added
     if share * reaching * 8.0 < top_p * below:
         return True, mass
-    before, rest = _split(x, _REACHING, value, token, least, top, slope, False, edited, work)
-    if before == 0.0 or share * before < top_p * max(below, rest / LARGEST_RATIO):
+    before, remaining = _split(x, _REACHING, value, token, least, top, slope, False, edited, work)
+    if before == 0.0 or share * before < top_p * max(below, remaining / LARGEST_RATIO):
         return True, mass
     if mass == 0.0:
-        others = _split(x, _OTHERS, value, token, least, top, slope, False, edited, work)
-        mass = before + rest + others[1]
-    rest = mass - before
+        elsewhere = _split(x, _OTHERS, value, token, least, top, slope, False, edited, work)
+        mass = before + remaining + elsewhere[1]
+    remaining = mass - before
     rounding = mass * 1e-6
-    if share * before < top_p * (rest / LARGEST_RATIO - rounding):
+    if share * before < top_p * (remaining / LARGEST_RATIO - rounding):
         return True, mass
-    if share * before / LARGEST_RATIO >= top_p * (rest / ROUNDING + rounding):
+    if share * before / LARGEST_RATIO >= top_p * (remaining / ROUNDING + rounding):
         return False, mass
-    before, rest = _split(x, _ALL, value, token, least, top, slope, True, edited, work)
-    return share * before < top_p * rest, mass
+    before, remaining = _split(x, _ALL, value, token, least, top, slope, True, edited, work)
+    return share * before < top_p * remaining, mass
 
 
 @kernel
@@ -316,10 +317,10 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
         elif filters.top_p < 1.0:
             low = value
             low_id = token
-            kept, mass = _in_top_p(
+            in_top_p, mass = _in_top_p(
                 x, value, token, least, top, slope, end, total, mass, filters.top_p, edited, work
             )
-            if not kept:
+            if not in_top_p:
                 if few:
                     proposed = _bound_groups(x, top, slope, low, edited, work)[1]
                 continue

@@ -30,9 +30,9 @@ def list_mass(
         vectors_of(builder, weights, start, kind),
         strict=True,
     ):
-        kept = builder.fcmp_ordered(">=", value, threshold)
-        count = builder.add(count, vec.count_lanes(builder, kept))
-        sums.add(builder.select(kept, weight, zero))
+        reaches = builder.fcmp_ordered(">=", value, threshold)
+        count = builder.add(count, vec.count_lanes(builder, reaches))
+        sums.add(builder.select(reaches, weight, zero))
     return vec.struct_of(builder, sums.total(), count)
 
 
@@ -46,10 +46,10 @@ def list_between(
     base = consecutive(builder, start)
     for v, value in enumerate(vectors_of(builder, values, start, kind)):
         above = builder.fcmp_ordered(">=", value, low)
-        kept = builder.and_(above, builder.fcmp_ordered("<", value, high))
+        inside = builder.and_(above, builder.fcmp_ordered("<", value, high))
         positions = builder.add(base, vec.constant(vec.VI, v * vec.LANES))
-        vec.compress(builder, positions, kept, found, count)
-        count = builder.add(count, vec.count_lanes(builder, kept))
+        vec.compress(builder, positions, inside, found, count)
+        count = builder.add(count, vec.count_lanes(builder, inside))
     return count
 
 

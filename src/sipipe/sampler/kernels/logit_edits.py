@@ -187,7 +187,7 @@ def _list_edits(
 
 @kernel
 def has_edits(i: Any, options: Any) -> Any:
-    """Whether call row ``i`` has more than penalties to change its logits."""
+    """Say if call row ``i`` has more than penalties to change its logits."""
     return (
         options.bitmask_rows[i] >= 0
         or options.forced[i] >= 0

@@ -38,45 +38,45 @@ class Histories(NamedTuple):
 
 
 @kernel
-def _head(all_: Any, one: Any, end: Any, shortest: Any) -> Any:
-    """Where in ``heads`` the n-gram before ``end`` is."""
-    start = all_.start[one]
-    found = np.uint32(0)
+def _head(histories: Any, sequence: Any, end: Any, shortest: Any) -> Any:
+    """Index into ``heads`` of the n-gram before ``end``."""
+    start = histories.start[sequence]
+    hashed = np.uint32(0)
     for at in range(end - shortest, end):
-        found = (found ^ np.uint32(all_.tokens[start + at])) * np.uint32(2654435769)
-    return start + np.int64((found >> np.uint32(7)) & np.uint32(all_.room[one] - 1))
+        hashed = (hashed ^ np.uint32(histories.tokens[start + at])) * np.uint32(2654435769)
+    return start + np.int64((hashed >> np.uint32(7)) & np.uint32(histories.room[sequence] - 1))
 
 
 @kernel
-def _enter(all_: Any, one: Any, end: Any, shortest: Any) -> None:
+def _enter(histories: Any, sequence: Any, end: Any, shortest: Any) -> None:
     if end >= shortest:
-        head = _head(all_, one, end, shortest)
-        all_.before[all_.start[one] + end] = all_.heads[head]
-        all_.heads[head] = end
+        head = _head(histories, sequence, end, shortest)
+        histories.before[histories.start[sequence] + end] = histories.heads[head]
+        histories.heads[head] = end
 
 
 @kernel
-def _note(all_: Any, one: Any, kind: Any, right: Any, memory: Any) -> None:
-    all_.right[one, kind] = memory * all_.right[one, kind] + right
-    all_.tried[one, kind] = memory * all_.tried[one, kind] + 1.0
+def _note(histories: Any, sequence: Any, kind: Any, right: Any, memory: Any) -> None:
+    histories.right[sequence, kind] = memory * histories.right[sequence, kind] + right
+    histories.tried[sequence, kind] = memory * histories.tried[sequence, kind] + 1.0
 
 
 @kernel
-def _learn(all_: Any, one: Any, drawn: Any, first: Any, last: Any) -> Any:
+def _learn(histories: Any, sequence: Any, drawn: Any, first: Any, last: Any) -> Any:
     """``drawn[first:last]`` have come: whether they are what was proposed.
 
     What follows a token that was right is another matter than what follows an n-gram that came
     before: a copy goes on, a chance hit does not.
     """
-    if all_.behind[one] != all_.size[one] or all_.count[one] == 0:
+    if histories.behind[sequence] != histories.size[sequence] or histories.count[sequence] == 0:
         return False
-    kind = all_.kind[one]
-    for i in range(min(last - first, all_.count[one])):
+    kind = histories.kind[sequence]
+    for i in range(min(last - first, histories.count[sequence])):
         if drawn[first + i] < 0:
             return False
-        right = all_.proposed[one, i] == drawn[first + i]
-        _note(all_, one, kind, right, MEMORY)
-        _note(all_, 0, kind, right, LONG_MEMORY)
+        right = histories.proposed[sequence, i] == drawn[first + i]
+        _note(histories, sequence, kind, right, MEMORY)
+        _note(histories, 0, kind, right, LONG_MEMORY)
         if not right:
             return False
         kind = 0
@@ -84,36 +84,40 @@ def _learn(all_: Any, one: Any, drawn: Any, first: Any, last: Any) -> Any:
 
 
 @entry
-def index_all(all_: Histories, one: int, shortest: int) -> None:
+def index_all(histories: Histories, sequence: int, shortest: int) -> None:
     """Index a sequence whose index is empty."""
-    for end in range(shortest, all_.size[one]):
-        _enter(all_, one, end, shortest)
+    for end in range(shortest, histories.size[sequence]):
+        _enter(histories, sequence, end, shortest)
 
 
 @entry
-def follow(all_: Histories, which: Any, tokens: Any, done: int, least: int, shortest: int) -> int:
+def follow(
+    histories: Histories, sequences: Any, tokens: Any, done: int, least: int, shortest: int
+) -> int:
     """One more token for each of ``which``, from entry ``done`` on. Stops before a sequence that
     has not ``least`` places left; the number of entries done."""
-    for i in range(done, which.size):
-        one = which[i]
-        size = all_.size[one]
-        if all_.room[one] - size < least:
+    for i in range(done, sequences.size):
+        sequence = sequences[i]
+        size = histories.size[sequence]
+        if histories.room[sequence] - size < least:
             return i
-        all_.tokens[all_.start[one] + size] = tokens[i]
-        _enter(all_, one, size, shortest)
-        all_.size[one] = size + 1
-    return int(which.size)
+        histories.tokens[histories.start[sequence] + size] = tokens[i]
+        _enter(histories, sequence, size, shortest)
+        histories.size[sequence] = size + 1
+    return int(sequences.size)
 
 
 @kernel
-def _look_up(all_: Any, one: Any, size: Any, shortest: Any, longest: Any) -> tuple[Any, Any]:
+def _look_up(
+    histories: Any, sequence: Any, size: Any, shortest: Any, longest: Any
+) -> tuple[Any, Any]:
     """The length of the longest n-gram that came before as the sequence ends with ``size`` tokens,
     0: none; and what is behind the last of them."""
-    start = all_.start[one]
-    tokens = all_.tokens
+    start = histories.start[sequence]
+    tokens = histories.tokens
     best = np.int64(0)
-    found = np.int64(0)
-    end = np.int64(all_.heads[_head(all_, one, size, shortest)])
+    source = np.int64(0)
+    end = np.int64(histories.heads[_head(histories, sequence, size, shortest)])
     for _ in range(LOOKS):
         if end <= 0:
             break
@@ -125,17 +129,17 @@ def _look_up(all_: Any, one: Any, size: Any, shortest: Any, longest: Any) -> tup
             length += 1
         if length > best:
             best = length
-            found = end
+            source = end
             if length == longest:
                 break
-        end = np.int64(all_.before[start + end])
-    return (best, found) if best >= shortest else (np.int64(0), np.int64(0))
+        end = np.int64(histories.before[start + end])
+    return (best, source) if best >= shortest else (np.int64(0), np.int64(0))
 
 
 @entry
 def propose_all(
-    all_: Histories,
-    which: Any,
+    histories: Histories,
+    sequences: Any,
     drawn: Any,
     shortest: int,
     longest: int,
@@ -143,7 +147,7 @@ def propose_all(
     worth: float,
     counts: Any,
 ) -> None:
-    """What came behind n-grams like the ends of sequences, as far as it is ``worth`` its rows.
+    """Propose what came behind n-grams like the ends of sequences, as far as it is ``worth`` its rows.
 
     Args:
         which: int64 [n], sequences; the rows of one lie side by side.
@@ -152,36 +156,36 @@ def propose_all(
         counts: out, int64 [n]; how many drafts there are at the first row of each, else 0.
     """
     first = 0
-    for i in range(which.size):
-        one = which[i]
-        if i + 1 < which.size and which[i + 1] == one:
+    for i in range(sequences.size):
+        sequence = sequences[i]
+        if i + 1 < sequences.size and sequences[i + 1] == sequence:
             continue
-        start = all_.start[one]
-        size = all_.size[one]
-        goes_on = _learn(all_, one, drawn, first, i + 1)
+        start = histories.start[sequence]
+        size = histories.size[sequence]
+        goes_on = _learn(histories, sequence, drawn, first, i + 1)
         for j in range(first, i + 1):
             if drawn[j] >= 0:
-                all_.tokens[start + size] = drawn[j]
+                histories.tokens[start + size] = drawn[j]
                 size += 1
         kind = np.int64(0)
-        found = np.int64(0)
-        if size > max(shortest, all_.size[one]):
-            kind, found = _look_up(all_, one, size, shortest, longest)
-        all_.behind[one] = size
-        all_.count[one] = 0
+        source = np.int64(0)
+        if size > max(shortest, histories.size[sequence]):
+            kind, source = _look_up(histories, sequence, size, shortest, longest)
+        histories.behind[sequence] = size
+        histories.count[sequence] = 0
         counts[first : i + 1] = 0
         if kind > 0:
             kind = np.int64(0) if goes_on else kind
-            proposed = all_.proposed[one]
-            all_.kind[one] = kind
-            all_.count[one] = proposed.size
-            likely = all_.right[one, kind] / all_.tried[one, kind]
-            chance = all_.right[one, 0] / all_.tried[one, 0]
+            proposed = histories.proposed[sequence]
+            histories.kind[sequence] = kind
+            histories.count[sequence] = proposed.size
+            likely = histories.right[sequence, kind] / histories.tried[sequence, kind]
+            chance = histories.right[sequence, 0] / histories.tried[sequence, 0]
             for k in range(proposed.size):  # behind the last token it goes on as it did
-                at = found + k
-                proposed[k] = all_.tokens[start + at] if at < size else proposed[at - size]
+                at = source + k
+                proposed[k] = histories.tokens[start + at] if at < size else proposed[at - size]
                 if proposed[k] >= vocabulary:
-                    all_.count[one] = k
+                    histories.count[sequence] = k
                     break
                 counts[first] += likely >= worth
                 likely *= chance

@@ -100,9 +100,9 @@ def _radix_sort(count: Any, low_bit: Any, work: Any) -> None:
             places[digit] = first
             first += occurrences
         for i in range(count):
-            own = np.int64((keys[i] >> down) & _DIGITS)
-            other[places[own]] = keys[i]
-            places[own] += 1
+            digit_value = np.int64((keys[i] >> down) & _DIGITS)
+            other[places[digit_value]] = keys[i]
+            places[digit_value] += 1
         keys, other = other, keys
         swapped = not swapped
     if swapped:
@@ -152,7 +152,7 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
 
 @kernel
 def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
-    """How many of ``values[:count]``, with -inf behind them to a whole block, are >= ``threshold``."""
+    """Count ``values[:count]``, with -inf behind them to a whole block, that are >= ``threshold``."""
     number = 0
     for start in range(0, count, 256):
         number += block_count(values, start, work.no_mask, 0, threshold)
@@ -180,14 +180,14 @@ def kth_largest(values: Any, count: Any, k: Any, work: Any) -> Any:
 @kernel
 def keep_at_least(count: Any, floor: Any, work: Any) -> Any:
     """Drop candidates below ``floor`` (float64); how many stay."""
-    kept = 0
+    stay = 0
     for i in range(count):
         value = work.values[i]
-        work.ids[kept] = work.ids[i]
-        work.values[kept] = value
+        work.ids[stay] = work.ids[i]
+        work.values[stay] = value
         if np.float64(value) >= floor:
-            kept += 1
-    return kept
+            stay += 1
+    return stay
 
 
 @kernel
@@ -198,7 +198,7 @@ def keep_largest(count: Any, k: Any, work: Any) -> Any:
 
 @kernel
 def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> Any:
-    """What at least ``k`` of ``values[:count]`` reach, and not many more; -inf if there is none.
+    """Find a value that at least ``k`` of ``values[:count]`` reach, and not many more; -inf if none.
     ``top``, which is finite, is at least their maximum; behind them the block is filled with -inf.
     Found by bisection, a vectorized count each."""
     low = high = top

@@ -37,13 +37,13 @@ GREEDY_BELOW = np.float32(1e-5)
 NOT_DRAWN = -2
 """The token of a row behind a draft that was not drawn."""
 LATER = -2
-"""In ``follows``: leave the row out."""
+"""Value of ``follows`` that leaves the row out."""
 
 
 @kernel
 def _filters(request: Any, ahead: Any, top: Any, state: Any) -> Any:
-    """How the token of ``request`` is chosen, ``ahead`` tokens behind those that its state has,
-    where ``top`` is the largest logit."""
+    """Filters by which the token of ``request`` is chosen, ``ahead`` tokens behind those that its state
+    has. ``top`` is the largest logit."""
     temperature = state.temperature[request]
     if temperature < GREEDY_BELOW:
         return Filters(np.float32(1.0), np.int64(0), 1.0, 0.0, np.uint64(0), np.int64(0))
@@ -78,11 +78,11 @@ def _draw_row(
     scored = options.wanted[i] >= 0
     processed = scored and scores.processed
     token = np.int64(-1)
-    kept = np.int64(-1)
+    candidates = np.int64(-1)
     high = 0.0
     log_mass = 0.0
     if not greedy or processed:
-        token, kept, high, log_mass = choose(
+        token, candidates, high, log_mass = choose(
             x, row_top, top, grouped, filters, processed, edited, work
         )
     if greedy:
@@ -94,11 +94,11 @@ def _draw_row(
         if scores.logits:
             shift = np.float32(0.0)
             offset = np.float32(0.0)
-        if kept < 0:
+        if candidates < 0:
             divisor = filters.temperature
             score_row(x, row_top, divisor, shift, offset, i, edited, options, work, out)
         else:
-            score_kept(kept, shift, offset, i, edited, options, work, out)
+            score_kept(candidates, shift, offset, i, edited, options, work, out)
     elif scored:
         if edited > 0 or has_edits(i, options):
             # Raw scores are after the grammar and before all else, as in vLLM.

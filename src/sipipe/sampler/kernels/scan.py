@@ -39,10 +39,10 @@ def block_maxima(x: Any, grouped: Any, work: Any) -> Any:
         work.peaks[b] = peak
         bad |= nan
         top = max(top, peak)
-    rest = x.size & 255
-    if rest:
+    remainder = x.size & 255
+    if remainder:
         for i in range(256):
-            work.tail[i] = blocks.element(x, (full << 8) + i) if i < rest else NEG_INF
+            work.tail[i] = blocks.element(x, (full << 8) + i) if i < remainder else NEG_INF
         peak, nan = blocks.block_max(work.tail, 0, work.mask, full << 3, work.groups, full << 5)
         work.peaks[full] = peak
         bad |= nan
@@ -109,7 +109,7 @@ def sample_blocks(x: Any, work: Any) -> Any:
 
 @kernel
 def count_at_least(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
-    """How many of the row and its edits are >= ``threshold``."""
+    """Count the logits of the row and its edits that are >= ``threshold``."""
     full = x.size >> 8
     count = 0
     for b in range(full):
@@ -136,8 +136,8 @@ def candidate_weights(count: Any, top: Any, scale: Any, work: Any) -> Any:
 
 @kernel
 def positions_between(count: Any, low: Any, high: Any, work: Any) -> Any:
-    """Where among the candidates the values in [low, high) are, into ``work.picks``; how many."""
-    found = 0
+    """Write positions of the candidates in [low, high) into ``work.picks``; returns their number."""
+    listed = 0
     for start in range(0, count, 256):
-        found = list_between(work.values, start, low, high, work.picks, found)
-    return found
+        listed = list_between(work.values, start, low, high, work.picks, listed)
+    return listed

@@ -74,12 +74,12 @@ def score_row(
     ids, values = _places(i, out)
     token = out.tokens[i]
     logit = _logit(x, token, edited, work)
-    own = (logit / temperature - shift) - offset
+    score = (logit / temperature - shift) - offset
     ids[0] = token
-    values[0] = own
+    values[0] = score
     out.ranks[i] = x.size
-    if own >= scan.LOWEST:
-        least = order.least_reaching(own, logit, temperature, shift, offset)
+    if score >= scan.LOWEST:
+        least = order.least_reaching(score, logit, temperature, shift, offset)
         out.ranks[i] = scan.count_at_least(x, least, edited, work)
     named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]
     k = np.int64(options.wanted[i])
@@ -114,15 +114,15 @@ def score_kept(
 ) -> None:
     """Scores of call row ``i`` of which ``count`` tokens are kept, divided, as candidates; else -inf."""
     ids, values = _places(i, out)
-    own = scan.NEG_INF
+    score = scan.NEG_INF
     for j in range(count):
         if work.ids[j] == out.tokens[i]:
-            own = (work.values[j] - shift) - offset
+            score = (work.values[j] - shift) - offset
     ids[0] = out.tokens[i]
-    values[0] = own
+    values[0] = score
     rank = 0
     for j in range(count):
-        if (work.values[j] - shift) - offset >= own:
+        if (work.values[j] - shift) - offset >= score:
             rank += 1
     out.ranks[i] = rank
     named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]

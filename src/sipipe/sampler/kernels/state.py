@@ -1,4 +1,4 @@
-"""What the kernels are given about requests and about one call, what they return, and work in.
+"""Records of the kernels: requests, one call, its results, and working memory.
 
 Working memory is allocated once for a sampler, proportional to the vocabulary, never to the batch.
 """
@@ -16,7 +16,7 @@ ALL_MASKED = 3
 
 
 class RequestState(NamedTuple):
-    """What is kept per request, as arrays over requests; parameters named as in the request."""
+    """State of all requests, as arrays over requests; parameters are named as in the request."""
 
     temperature: Any  # float32
     top_k: Any  # int32, 0: off
@@ -38,7 +38,7 @@ class Ranges(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What few requests ask for, per row of this call."""
+    """Options that few requests ask for, per row of this call."""
 
     bans: Ranges  # int32, bad words about to complete
     stops: Ranges  # int32, stop tokens while under min_tokens
@@ -53,7 +53,7 @@ class RowOptions(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """How one token is chosen from a row's edited logits."""
+    """Filters by which one token is chosen from a row's edited logits."""
 
     temperature: Any  # float32, above 0
     top_k: Any  # int64, 0: off
@@ -64,7 +64,7 @@ class Filters(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What ``logprobs`` are."""
+    """Kind of the values that ``logprobs`` are."""
 
     processed: Any  # bool, of the logits after edits and filters, else after the grammar alone
     logits: Any  # bool, as they are, else normalized to log-probabilities

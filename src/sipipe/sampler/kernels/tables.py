@@ -131,8 +131,10 @@ class SeenTables:
     a power of two, at least 64; its list has 3/4 as many entries, and begins at 3/4 of ``first``."""
 
     def __init__(self, requests: int) -> None:
-        entries = [np.zeros(0, np.int32), *(np.zeros(_MARGIN, np.int32) for _ in range(2))]
-        self.tables = Tables(*entries, *(np.zeros(requests, np.int64) for _ in range(4)))
+        arrays = [np.zeros(0, np.int32)]
+        arrays += [np.zeros(_MARGIN, np.int32) for _ in range(2)]
+        arrays += [np.zeros(requests, np.int64) for _ in range(4)]
+        self.tables = Tables._make(arrays)
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._grow(_SMALLEST)
@@ -140,7 +142,7 @@ class SeenTables:
     def grow_requests(self, requests: int) -> None:
         """Make room for tables of so many requests."""
         per_request = [grown(array, requests) for array in self.tables[3:]]
-        self.tables = Tables(*self.tables[:3], *per_request)
+        self.tables = Tables._make([*self.tables[:3], *per_request])
 
     def add(
         self, request: int, prompt: npt.NDArray[np.int32] | None, output: npt.NDArray[np.int32]

@@ -63,10 +63,10 @@ def gather_tail(
 
 
 @kernel
-def _extremes(found: Any, work: Any) -> Any:
+def _extremes(listed: Any, work: Any) -> Any:
     """The smallest and the largest value of the candidates in ``work.picks[:found]``."""
     smallest = largest = work.values[work.picks[0]]
-    for i in range(1, found):
+    for i in range(1, listed):
         value = work.values[work.picks[i]]
         smallest = min(smallest, value)
         largest = max(largest, value)
@@ -117,15 +117,15 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
                 break
             high = np.nextafter(largest, np.float32(np.inf))
     if between <= 64:
-        found = scan.positions_between(count, low, high, work)
-        for i in range(found):
+        listed = scan.positions_between(count, low, high, work)
+        for i in range(listed):
             at = work.picks[i]
             work.keys[i] = order.key_of(work.values[at], work.ids[at])
-        order.sort_keys(found, False, work)
-        for i in range(found):
+        order.sort_keys(listed, False, work)
+        for i in range(listed):
             value = order.key_value(work.keys[i])
             above += math.exp((np.float64(value) - np.float64(top)) * inverse)
-            if above >= target or i == found - 1:
+            if above >= target or i == listed - 1:
                 return value, order.key_tie(work.keys[i])
     weight = math.exp((np.float64(low) - np.float64(top)) * inverse)
     needed = math.ceil((target - above) / weight) if weight > 0.0 else count

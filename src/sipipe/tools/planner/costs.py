@@ -14,7 +14,7 @@ from sipipe.tools.planner.workload import Microbatch, Workload
 _MICRO = 1e-6
 _NANO = 1e-9
 CPU_KV_SHARE = 0.4
-"""That of :mod:`sipipe.engine.setup.kv_memory`, which imports vLLM."""
+"""The same as in :mod:`sipipe.engine.setup.kv_memory`, which cannot be imported without vLLM."""
 
 
 def roofline(compute: float, memory: float, sharpness: float) -> float:
@@ -69,8 +69,8 @@ class DatasheetCosts:
         stages = []
         for stage in placement.stages:
             weights = weight_bytes(self.facts, stage)
-            each = kv_bytes(self.facts, stage, self.kv_element_bytes)
-            tokens = int((available - weights - workspace) * share // each)
+            token_bytes = kv_bytes(self.facts, stage, self.kv_element_bytes)
+            tokens = int((available - weights - workspace) * share // token_bytes)
             stages.append(Memory(stage.index, weights, workspace, available, tokens))
         return min(stages, key=lambda memory: (memory.kv_tokens, -memory.weights))
 
@@ -103,13 +103,13 @@ class DatasheetCosts:
         if moe is not None and sparse:
             dense -= sparse * moe.experts * moe.expert_parameters
             touched = moe.touched(work.tokens)
-            each = work.tokens * moe.chosen / touched  # tokens that meet one expert
-            add(sparse * touched * moe.expert_parameters, each)
+            tokens_an_expert = work.tokens * moe.chosen / touched  # tokens that meet one expert
+            add(sparse * touched * moe.expert_parameters, tokens_an_expert)
         add(dense, work.tokens)
         return total[0], total[1]
 
     def _overhead(self, stage: Stage, products: float) -> float:
-        """What layers cost besides their ``products``; the kernels of sparse layers and of latent
+        """Seconds of layers besides their ``products``. The kernels of sparse layers and of latent
         attention hide behind these at large batches."""
         sparse = sum(layer in self.facts.sparse_layers for layer in stage.layer_range)
         latent = stage.layers if self.facts.attention.kind == "mla" else 0
@@ -152,8 +152,10 @@ class DatasheetCosts:
 
     def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
         """CPU time to make the inputs of one microbatch."""
-        each = engine.preparation_sequence_us + (engine.readd_us if stage.stages > 1 else 0.0)
-        return (engine.preparation_us + each * work.batch) * _MICRO
+        sequence_us = engine.preparation_sequence_us + (
+            engine.readd_us if stage.stages > 1 else 0.0
+        )
+        return (engine.preparation_us + sequence_us * work.batch) * _MICRO
 
     def transfer(self, engine: Engine, stage: Stage, _work: Microbatch) -> float:
         """Time a stage loses on a hand-over beyond moving the bytes, which :meth:`hop` has."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Literal
 
+import msgspec
+
 from sipipe.errors import ConfigError
 from sipipe.ipc.memory import free_bytes
 
@@ -21,7 +23,7 @@ _KINDS = ("sampling", "engine", "device", "link")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How the devices of one host exchange data. Rates are per device and direction."""
+    """Link between the devices of one host. Rates are per device and direction."""
 
     key: str
     name: str
@@ -34,13 +36,13 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a ring all-reduce or a copy gets of the link."""
+        """Rate that a ring all-reduce or a copy gets of the link."""
         return self.bandwidth_gbs * 1e9 * self.efficiency
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Between hosts. ``gigabits`` is one adapter's rate, shared by the devices of its host."""
+    """Network between hosts. ``gigabits`` is one adapter's rate; a host's devices share its adapters."""
 
     gigabits: float
     adapters: int
@@ -84,7 +86,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What kernels reach of a device's peak."""
+    """Shares of a device's peak that kernels reach."""
 
     memory: float
     compute: float
@@ -109,7 +111,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What an engine adds to the model's own work."""
+    """Times that an engine adds to the model's own work."""
 
     key: str
     preparation_us: float
@@ -152,21 +154,23 @@ Case = Literal["stated", "quickest", "slowest"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assumed:
-    """Which values the inputs have that nobody measured on the cluster in question."""
+    """Choice of values for inputs that nobody measured on the cluster in question."""
 
     case: Case = "stated"
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What the user says, by names of :func:`assumptions`: has no range."""
+    """Values that the user states, by names of :func:`assumptions`; they have no range."""
 
     def values(self, part: str) -> dict[str, Any]:
         """A part of the table with every ``[value, source, ...]`` reduced to its value."""
         place = {"stated": 0, "quickest": 2, "slowest": 3}[self.case]
-        return {
-            field: self.given.get(f"{part}.{field}", found[place if len(found) > 2 else 0])
-            if isinstance(found, list)
-            else found
-            for field, found in _parts()[part].items()
-        }
+        values: dict[str, Any] = {}
+        for field, entry in _parts()[part].items():
+            if isinstance(entry, list):
+                ranged = len(entry) > 2
+                values[field] = self.given.get(f"{part}.{field}", entry[place if ranged else 0])
+            else:
+                values[field] = entry
+        return values
 
 
 STATED = Assumed()
@@ -177,26 +181,26 @@ def _parts() -> dict[str, dict[str, Any]]:
     """``hardware.toml`` by part, such as ``efficiency`` and ``device.h100``. An entry that is
     ``like`` another one, which stands before it, has that one's values beside its own."""
     text = files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
-    found: dict[str, dict[str, Any]] = {}
-    for part, entry in tomllib.loads(text).items():
-        if part in _KINDS:
-            for key, one in entry.items():
-                base = found.get(f"{part}.{one.pop('like', None)}", {})
-                found[f"{part}.{key}"] = {**base, **one}
-        else:
-            found[part] = entry
-    return found
+    parts: dict[str, dict[str, Any]] = {}
+    for part, table in tomllib.loads(text).items():
+        if part not in _KINDS:
+            parts[part] = table
+            continue
+        for key, entry in table.items():
+            base = parts.get(f"{part}.{entry.pop('like', None)}", {})
+            parts[f"{part}.{key}"] = {**base, **entry}
+    return parts
 
 
 def assumptions() -> dict[str, tuple[float, float, float, str]]:
-    """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
+    """Names that :attr:`Assumed.given` may have, each with value, quickest, slowest and source."""
     return {
-        f"{part}.{field}": (found[0], found[2], found[3], found[1])
+        f"{part}.{field}": (value[0], value[2], value[3], value[1])
         for kind in ("efficiency", "loop", "sampling-host", "network", *_KINDS)
         for part, entry in _parts().items()
         if part.split(".")[0] == kind
-        for field, found in entry.items()
-        if isinstance(found, list) and found[2:]
+        for field, value in entry.items()
+        if isinstance(value, list) and value[2:]
     }
 
 
@@ -213,7 +217,7 @@ def _pick(option: str, kind: str, key: str, assumed: Assumed) -> dict[str, Any]:
 
 
 def _link(key: str, assumed: Assumed) -> Link:
-    return Link(**assumed.values(f"link.{key}"), key=key)
+    return msgspec.convert(assumed.values(f"link.{key}") | {"key": key}, Link)
 
 
 def device(
@@ -234,46 +238,46 @@ def device(
         entry["memory_gib"] = memory_gib
     sides = {"host_link": entry["link"]} | entry
     links = {side: _link(sides[side], assumed) for side in ("link", "host_link")}
-    return Device(**entry | links, key=key)
+    return msgspec.convert(entry | links | {"key": key}, Device)
 
 
 def network(gigabits: float, adapters: int = 1, assumed: Assumed = STATED) -> Network:
     """``adapters`` network adapters of ``gigabits`` Gb/s in each host."""
-    return Network(**assumed.values("network"), gigabits=gigabits, adapters=adapters)
+    values = assumed.values("network") | {"gigabits": gigabits, "adapters": adapters}
+    return msgspec.convert(values, Network)
 
 
 def at_end(cluster: Cluster, assumed: Assumed) -> Cluster:
-    """``cluster``, of what ``assumed`` gives, at that end of what is assumed of its parts."""
-    found = cluster.device
-    between = cluster.network
-    part = f"device.{found.key}"
+    """Move ``cluster`` to the end of the ranges that ``assumed`` chooses."""
+    accelerator = cluster.device
+    part = f"device.{accelerator.key}"
     stated = dataclasses.replace(assumed, case="stated").values(part)
     changed: dict[str, Any] = {  # a device's may be a part of what the table states
-        field: getattr(found, field) * assumed.values(part)[field] / stated[field]
+        field: getattr(accelerator, field) * assumed.values(part)[field] / stated[field]
         for field, value in _parts()[part].items()
         if isinstance(value, list) and value[2:]
     }
     for side in ("link", "host_link"):
-        changed[side] = _link(getattr(found, side).key, assumed)
+        changed[side] = _link(getattr(accelerator, side).key, assumed)
     return dataclasses.replace(
         cluster,
-        device=dataclasses.replace(found, **changed),
-        network=network(between.gigabits, between.adapters, assumed),
+        device=dataclasses.replace(accelerator, **changed),
+        network=network(cluster.network.gigabits, cluster.network.adapters, assumed),
     )
 
 
 def efficiency(assumed: Assumed = STATED) -> Efficiency:
-    """What kernels reach of a device's peak."""
-    return Efficiency(**assumed.values("efficiency"))
+    """Shares of a device's peak that kernels reach."""
+    return msgspec.convert(assumed.values("efficiency"), Efficiency)
 
 
 def engine(key: str, assumed: Assumed = STATED) -> Engine:
     """An engine by name; ConfigError for an unknown one."""
-    own = _pick("--baseline", "engine", key, assumed)
-    return Engine(**own, **assumed.values("loop"), key=key.lower())
+    values = _pick("--baseline", "engine", key, assumed) | assumed.values("loop")
+    return msgspec.convert(values | {"key": key.lower()}, Engine)
 
 
 def sampling(key: str, assumed: Assumed = STATED) -> Sampling:
     """The cost of one combination of sampling parameters; ConfigError for an unknown one."""
-    own = _pick("--sampling", "sampling", key, assumed)
-    return Sampling(**own, **assumed.values("sampling-host"))
+    values = _pick("--sampling", "sampling", key, assumed) | assumed.values("sampling-host")
+    return msgspec.convert(values, Sampling)

@@ -57,10 +57,10 @@ def _in_cache(repository: str) -> str | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(repository, "config.json")
+        path = try_to_load_from_cache(repository, "config.json")
     except (ImportError, ValueError):  # not installed (vLLM brings it); not a repository's name
         return None
-    return found if isinstance(found, str) else None
+    return path if isinstance(path, str) else None
 
 
 def _from_file(path: Path, name: str, weight_bits: float | None) -> ModelFacts:

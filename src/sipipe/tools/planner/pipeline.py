@@ -25,7 +25,7 @@ _ROUND_TRIP = "round trip"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """What one microbatch costs one stage, seconds."""
+    """Seconds that one microbatch costs one stage."""
 
     forward: dict[str, float]
     """The model's own work, by cause."""
@@ -81,7 +81,7 @@ class Iteration:
 
     @property
     def limit(self) -> str:
-        """What the time goes to: the largest part of the tightest bound."""
+        """Name of what the time goes to: the largest part of the tightest bound."""
         name = max(self.stations, key=self.stations.__getitem__)
         if name == _SLOWEST:
             parts = max(self.stages, key=lambda time: time.occupancy).parts
@@ -141,9 +141,11 @@ def iterate(
         stations["logits copy"] = max(copies)
         stations["CPU sampling"] = costs.host_sampling(work, samplers)
         round_trip += stations["logits copy"] + stations["CPU sampling"]
-    cores, each = costs.shared_cores()
+    cores, sampler_cores = costs.shared_cores()
     if cores:
-        on_stages = sum(each * (time.computing + time.sampling) + time.transfer for time in stages)
+        on_stages = sum(
+            sampler_cores * (time.computing + time.sampling) + time.transfer for time in stages
+        )
         on_cores = placement.t * (on_stages + sum(preparations))
         on_cores += schedule + (0.0 if on_device else costs.host_sampling(work, 1))
         stations["CPU cores"] = on_cores / cores

@@ -20,9 +20,9 @@ class Stage:
     hosts: int
     """Hosts that its ``t`` ranks lie on."""
     crosses: bool
-    """Whether the hop to the next stage leaves the host."""
+    """True where the hop to the next stage leaves the host."""
     projection: float
-    """What part of the output projection's columns it multiplies by."""
+    """Share of the output projection's columns that it multiplies by."""
 
     @property
     def layers(self) -> int:
@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def shares_projection(self) -> bool:
-        """Whether the output projection is shared out over the stages."""
+        """True where the output projection is shared out over the stages."""
         return self.stages[-1].projection < 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""What a search has found: engines on pipeline and tensor degrees, ranked, and why others cannot."""
+"""Result of a search: engines on pipeline and tensor degrees, ranked, and why others cannot."""
 
 import dataclasses
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class Choice:
 
     @property
     def vocabulary(self) -> str:
-        """Who multiplies by the output projection: ``"shared"`` or ``"last"``."""
+        """Place of the output projection: ``"shared"`` or ``"last"``."""
         return "shared" if self.placement.shares_projection else "last"
 
     @property
@@ -98,7 +98,7 @@ class Plan:
     cluster: Cluster
     workload: Workload
     choices: tuple[Choice, ...]
-    """Of both engines, fastest first: every one meets the budget."""
+    """Choices of both engines that meet the budget, the fastest first."""
     rejected: tuple[Rejected, ...]
     gain: Gain | None = None
     """None where one of the engines has no choice."""

@@ -57,15 +57,15 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
 
 
 def notes(plan: Plan, choice: Choice) -> list[str]:
-    """What to know before the commands of ``choice`` are typed."""
-    found = []
+    """Remarks to read before the commands of ``choice`` are typed."""
+    remarks = []
     if plan.cluster.hosts > 1:
         secret = "; every host needs the same secret in SIPIPE_SECRET (docs/multi-host.md)"
-        found.append("HOST0 is the first host's address" + secret * (choice.engine.key == OURS))
+        remarks.append("HOST0 is the first host's address" + secret * (choice.engine.key == OURS))
     bits = plan.workload.weight_bits
     if bits is not None and not (bits == 8 and plan.cluster.device.kind == "gpu"):
-        found.append(f"CHECKPOINT is one of {plan.facts.name} with {bits:g} bits per weight")
-    return found
+        remarks.append(f"CHECKPOINT is one of {plan.facts.name} with {bits:g} bits per weight")
+    return remarks
 
 
 def _fields(thing: Any, *names: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Search:
     """For both engines and every (p, t) whose product is the devices: a prediction, or why not."""
 
     costs: DatasheetCosts
-    """Of the model on the cluster, all of which is one deployment."""
+    """Costs of the model on the cluster, all of which is one deployment."""
     workload: Workload
     baseline: str | None = None
     """The engine to compare SiPipe with. None: vLLM as it is by default, with asynchronous
@@ -95,27 +95,29 @@ class Search:
             ways = {(cut, ()): None} | ways
             if p > 1 and cluster.hosts == 1 and (device.kind == "cpu" or self.cpu_sampling == "on"):
                 ways[even, share_projection(facts, cut, even, t, device=device.kind)[0]] = None
-        asked = self.inflight if ours else None
+        inflight_asked = self.inflight if ours else None
         reason = _RuledOutError()
-        found = list[Choice]()
+        choices = list[Choice]()
         for layers, projections in ways:
             placement = place(facts.layers, p, t, per_host, layers, projections)
-            for inflight in (asked,) if asked else dict.fromkeys((p, p + int(engine.extra))):
+            for inflight in (
+                (inflight_asked,) if inflight_asked else dict.fromkeys((p, p + int(engine.extra)))
+            ):
                 try:
-                    found.append(self._predict(engine, placement, cut, inflight))
+                    choices.append(self._predict(engine, placement, cut, inflight))
                 except _RuledOutError as error:
                     reason = error
-        if not found:
+        if not choices:
             raise reason
-        return max(found, key=lambda choice: choice.throughput)
+        return max(choices, key=lambda choice: choice.throughput)
 
     def _run(
         self, engine: Engine, where: Placement, batch: int, inflight: int, samplers: int
     ) -> Iteration:
         """The steady state of ``batch`` sequences; of fewer than microbatches some stay empty."""
         rounds = min(inflight, batch)
-        each = self.workload.microbatch(math.ceil(batch / rounds))
-        return iterate(self.costs, engine, where, each, inflight=rounds, samplers=samplers)
+        work = self.workload.microbatch(math.ceil(batch / rounds))
+        return iterate(self.costs, engine, where, work, inflight=rounds, samplers=samplers)
 
     def _predict(
         self, engine: Engine, placement: Placement, cut: tuple[int, ...], inflight: int
@@ -135,7 +137,8 @@ class Search:
         def run(batch: int, samplers: int = cores) -> Iteration:
             return self._run(engine, placement, batch, inflight, samplers)
 
-        least, cap, why = 1, *_batch_cap(memory, workload, inflight)
+        least = 1
+        cap, why = _batch_cap(memory, workload, inflight)
         if workload.fixed_batch is not None:
             if (least := workload.fixed_batch) > cap:
                 raise _RuledOutError(f"--batch {least} is over the limit of {cap} set by {why}")
@@ -202,8 +205,8 @@ class Search:
         where = choice.placement
         inflight = choice.inflight
         samplers = choice.samplers
-        there = dataclasses.replace(self, costs=costs)
-        delays = [there._run(engine, where, n, inflight, samplers).delay for n in batches]
+        search = dataclasses.replace(self, costs=costs)
+        delays = [search._run(engine, where, n, inflight, samplers).delay for n in batches]
         rates = [batch / seconds for batch, seconds in zip(batches, delays, strict=True)]
         if case == "quickest":
             return End(max(rates), min(delays), tokens)

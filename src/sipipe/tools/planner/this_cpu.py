@@ -1,4 +1,4 @@
-"""What this machine's cores reach, measured in less than a second with all of them at work.
+"""Rates that this machine's cores reach, measured in less than a second with all at work.
 
 In a process of its own: NumPy's library starts threads, and the process that asks may fork later."""
 
@@ -22,9 +22,9 @@ TRIES = 4
 def measured() -> dict[str, float]:
     """One core's share of memory bandwidth and of float32's products, as
     :attr:`sipipe.tools.planner.hardware.Assumed.given` names them; empty where it cannot be measured."""
-    said = output(sys.executable, "-P", "-m", "sipipe.tools.planner.this_cpu") or ""
+    answer = output(sys.executable, "-P", "-m", "sipipe.tools.planner.this_cpu") or ""
     try:
-        read, multiplied = (float(each) / len(os.sched_getaffinity(0)) for each in said.split())
+        read, multiplied = (float(each) / len(os.sched_getaffinity(0)) for each in answer.split())
     except ValueError:
         return {}
     return {"device.cpu.memory_gbs": read, "device.cpu.bf16_tflops": multiplied}

@@ -1,4 +1,4 @@
-"""What is asked of a deployment: lengths, latency budget, limits, sampling."""
+"""Load of a deployment: lengths, latency budget, limits, sampling."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """What one iteration computes."""
+    """Work of one iteration."""
 
     batch: int
     """Sequences that draw a token."""

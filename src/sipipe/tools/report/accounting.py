@@ -38,12 +38,12 @@ class Intervals:
         return cls(records["start_ns"], records["end_ns"])
 
     def count(self, times: Array) -> Array:
-        """How many intervals hold each instant."""
+        """Count the intervals that hold each instant."""
         begun = np.searchsorted(self.starts, times, side="right")
         return np.asarray(begun - np.searchsorted(self.ends, times, side="right"), np.int64)
 
     def covers(self, times: Array) -> npt.NDArray[np.bool_]:
-        """Whether any interval holds each instant."""
+        """Say for each instant if any interval holds it."""
         return self.count(times) > 0
 
     def merged(self) -> tuple[Array, Array]:
@@ -60,14 +60,14 @@ class ByIteration:
     def __init__(self, iterations: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Where an iteration has several values, the largest counts: of times, the latest."""
         keys = np.asarray(iterations, np.int64)
-        found = np.asarray(values, np.int64)
-        order = np.lexsort((found, keys))
+        array = np.asarray(values, np.int64)
+        order = np.lexsort((array, keys))
         keys = keys[order]
-        found = found[order]
+        array = array[order]
         last = np.diff(keys, append=-1) != 0
         self.iterations: Array = keys[last]
         """Ascending."""
-        self.values: Array = found[last]
+        self.values: Array = array[last]
 
     @classmethod
     def of(cls, records: npt.NDArray[Any], field: str) -> ByIteration:
@@ -78,8 +78,8 @@ class ByIteration:
         if not len(self.iterations):
             return np.full(len(iterations), missing, np.int64)
         index = np.minimum(np.searchsorted(self.iterations, iterations), len(self.iterations) - 1)
-        found = self.iterations[index] == iterations
-        return np.where(found, self.values[index], missing)
+        matches = self.iterations[index] == iterations
+        return np.where(matches, self.values[index], missing)
 
 
 PAUSE_NS = 20_000_000
@@ -89,14 +89,14 @@ _STILL = np.iinfo(np.int64).max
 
 
 class Pipeline:
-    """What a stage must know of the rest of the pipeline."""
+    """Facts of the rest of the pipeline that a stage's accounting needs."""
 
     def __init__(self, trace: Trace) -> None:
         executor = trace.executor
         stages = trace.of("stage")
         drained = stages[-1].phase(*DEVICE_PHASES, Phase.SAMPLE)
         self.stages = {(p.header.index, p.header.rank): p for p in stages}
-        """By index and rank."""
+        """Stages by index and rank."""
         self.limit = trace.inflight
         if executor is not None and len(executor.phase(Phase.DISPATCH)):
             self.dispatched = ByIteration.of(executor.phase(Phase.DISPATCH), "end_ns")
@@ -112,9 +112,9 @@ class Pipeline:
             at_work = drained[:0]
             began = stages[0].phase(Phase.PREPARE, *DEVICE_PHASES)  # sorted by start
             iterations, first = np.unique(began["iteration"].astype(np.int64), return_index=True)
-            told = ByIteration.of(stages[0].phase(Phase.WAIT_SCHEDULING), "end_ns")
+            scheduled = ByIteration.of(stages[0].phase(Phase.WAIT_SCHEDULING), "end_ns")
             # A planned one is prepared before it enters, with its tokens.
-            entered = np.maximum(began["start_ns"][first], told.at(iterations, missing=0))
+            entered = np.maximum(began["start_ns"][first], scheduled.at(iterations, missing=0))
         self.left = ByIteration.of(left, "end_ns")
         """When each iteration's tokens were there."""
         self.at_work = Intervals.of(at_work)
@@ -135,9 +135,9 @@ class Pipeline:
 
 BUBBLES = ("load_imbalance", "intra_stage", "inter_stage", "unscheduled")
 WORKING = ("busy", *BUBBLES)
-"""What an instant of a stage can be while there are requests."""
+"""Kinds that an instant of a stage can have while there are requests."""
 KINDS = (*WORKING, "idle")
-"""What it can be; a kind's number is its place here."""
+"""All kinds of an instant; a kind's number is its place here."""
 
 
 class Cause(IntEnum):
@@ -195,10 +195,10 @@ class StageAccount:
 
 
 def shares(spent: Sequence[int]) -> dict[str, float]:
-    """Of nanoseconds by kind: what each is of the time with requests, and ``idle`` of all."""
-    found = dict(zip(KINDS, spent, strict=True))
+    """Shares of nanoseconds by kind: of the time with requests, and for ``idle`` of all."""
+    by_kind = dict(zip(KINDS, spent, strict=True))
     idle = spent[-1]
-    working = {kind: found[kind] / max(1, sum(spent) - idle) for kind in WORKING}
+    working = {kind: by_kind[kind] / max(1, sum(spent) - idle) for kind in WORKING}
     return working | {"idle": idle / sum(spent)}
 
 
@@ -295,7 +295,7 @@ class _Waits:
         self.ended = ByIteration.of(records, "end_ns")
 
     def covers(self, iterations: Array, times: Array) -> npt.NDArray[np.bool_]:
-        """Whether each instant lies in the wait for the iteration beside it."""
+        """Say for each instant if it lies in the wait for the iteration with the same index."""
         begun = self.begun.at(iterations)
         ended = self.ended.at(iterations)
         return np.asarray((times >= begun) & (times < ended))

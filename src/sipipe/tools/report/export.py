@@ -57,11 +57,11 @@ def _events(run: Run) -> Iterator[Event]:
             track += 1
         records = process.phase(window=run.window)
         for thread in np.unique(records["thread"]):
-            own = records[records["thread"] == thread]
-            does = ", ".join(Phase(phase).name.lower() for phase in np.unique(own["phase"]))
-            for slot in np.unique(own["slot"]):
+            recorded = records[records["thread"] == thread]
+            does = ", ".join(Phase(phase).name.lower() for phase in np.unique(recorded["phase"]))
+            for slot in np.unique(recorded["slot"]):
                 tracks = _Tracks(run, pid, track)
-                for record in own[own["slot"] == slot]:
+                for record in recorded[recorded["slot"] == slot]:
                     yield tracks.place(record.item())
                 names = range(track, track + len(tracks.open))
                 for tid in names:

@@ -18,7 +18,7 @@ CPU_SAMPLE = np.dtype([("start_ns", "<i8"), ("end_ns", "<i8"), ("cpu_ns", "<i8")
 
 @dataclass(frozen=True, slots=True)
 class ProcessTrace:
-    """What one process recorded, on the clock of the executor's host."""
+    """Records of one process, on the clock of the executor's host."""
 
     header: Header
     records: Records
@@ -54,8 +54,8 @@ class Trace:
     @property
     def stages(self) -> int:
         """The pipeline size p."""
-        told = max((p.header.stages for p in self.processes), default=0)
-        return max(told, 1 + max((p.header.index for p in self.of("stage")), default=-1))
+        stated = max((p.header.stages for p in self.processes), default=0)
+        return max(stated, 1 + max((p.header.index for p in self.of("stage")), default=-1))
 
     @property
     def inflight(self) -> int:
@@ -125,12 +125,12 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
             hint = f"; did you mean {' or '.join(inner)}?"
         raise TraceError(f"{directory}: no trace files (*{SUFFIX}){hint}")
     run = max((header for header, _ in found), key=lambda header: header.realtime_ns).run
-    kept = [one for one in found if one[0].run == run]
-    if len(kept) < len(found):
-        warnings.append(f"{directory}: {len(found) - len(kept)} files of earlier runs left out")
-    reference = next((h for h, _ in kept if h.role == "executor"), kept[0][0])
+    of_run = [one for one in found if one[0].run == run]
+    if len(of_run) < len(found):
+        warnings.append(f"{directory}: {len(found) - len(of_run)} files of earlier runs left out")
+    reference = next((h for h, _ in of_run if h.role == "executor"), of_run[0][0])
     parts: dict[Header, list[tuple[Header, Records]]] = {}
-    for header, records in sorted(kept, key=lambda one: one[0].since_ns):
+    for header, records in sorted(of_run, key=lambda one: one[0].since_ns):
         parts.setdefault(msgspec.structs.replace(header, since_ns=0), []).append((header, records))
     processes = [_process(files, reference) for files in parts.values()]
     if any(p.since_ns for p in processes):

@@ -118,12 +118,12 @@ def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[st
 
 
 SCRIPTS = ("decode.js", "lanes.js", "timeline.js", "charts.js", "tables.js", "main.js")
-"""In the order in which they are put into the page."""
+"""Scripts in the order in which they are put into the page."""
 LOAD_SCRIPTS = ("decode.js", "lanes.js", "charts.js", "tables.js", "load.js")
 
 
 def page_data(runs: Sequence[Run], detail: int = DETAIL) -> dict[str, Any]:
-    """What the page shows, ready for JSON."""
+    """Data that the page shows, ready for JSON."""
     return {
         "version": __version__,
         "quantum_ns": QUANTUM_NS,
@@ -187,5 +187,5 @@ def _page(template: str, title: str, data: Mapping[str, Any], scripts: Sequence[
         "DATA": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         "SCRIPT": "\n".join(part(name) for name in scripts),
     }
-    whole = part(template) + part("end.html")
-    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], whole)
+    text = part(template) + part("end.html")
+    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], text)

@@ -21,8 +21,8 @@ def tpot(trace: Trace, pipeline: Pipeline, window: Window) -> Floats:
     # The executor knows the slot of every iteration; without its file, the first stage does.
     recorded = [p.records for p in (*trace.of("executor"), *trace.of("stage")) if len(p.records)]
     slots = ByIteration.of(recorded[0], "slot").at(left.iterations, missing=0)
-    found = [steps(left.values[slots == slot], pauses, window) for slot in np.unique(slots)]
-    return np.concatenate([np.zeros(0), *found])
+    by_slot = [steps(left.values[slots == slot], pauses, window) for slot in np.unique(slots)]
+    return np.concatenate([np.zeros(0), *by_slot])
 
 
 def steps(ends: Array, pauses: Intervals, window: Window) -> Floats:
@@ -41,8 +41,8 @@ def quantiles(values: Floats) -> dict[str, float]:
     """Mean and percentiles; empty where there are no values."""
     if not len(values):
         return {}
-    found = {f"p{q}": float(np.percentile(values, q)) for q in QUANTILES}
-    return {"mean": float(values.mean()), **found}
+    percentiles = {f"p{q}": float(np.percentile(values, q)) for q in QUANTILES}
+    return {"mean": float(values.mean()), **percentiles}
 
 
 def cdf(values: Floats, points: int = 400) -> dict[str, list[float]]:
@@ -121,17 +121,21 @@ def tokens_drawn(trace: Trace, window: Window) -> int:
 
 
 def drafts(trace: Trace, window: Window) -> dict[str, float] | None:
-    """How many were ``verified``, what share of them ``accepted``, and tokens of a sequence in
+    """Figures of drafts: number ``verified``, share of them ``accepted``, and tokens of a sequence in
     ``a_pass``; None without drafts. Iterations with prompts are left out."""
     if trace.executor is None:
         return None
     first = trace.of("stage")[0].phase(Phase.FORWARD)
     prompts = first["iteration"][first["tokens"] > first["batch"]]
-    found = ended(trace.executor.phase(Phase.GATHER), window)
-    found = found[~np.isin(found["iteration"], prompts)]
-    asked = ByIteration.of(trace.executor.phase(Phase.UPDATE), "batch").at(found["iteration"], 0)
-    requests = int(asked.sum())
-    rows, tokens = (int(found[name][asked > 0].sum()) - requests for name in ("batch", "tokens"))
+    gathered = ended(trace.executor.phase(Phase.GATHER), window)
+    gathered = gathered[~np.isin(gathered["iteration"], prompts)]
+    requests_asked = ByIteration.of(trace.executor.phase(Phase.UPDATE), "batch").at(
+        gathered["iteration"], 0
+    )
+    requests = int(requests_asked.sum())
+    rows, tokens = (
+        int(gathered[name][requests_asked > 0].sum()) - requests for name in ("batch", "tokens")
+    )
     if rows <= 0:
         return None
     return {"verified": rows, "accepted": tokens / rows, "a_pass": 1 + tokens / requests}

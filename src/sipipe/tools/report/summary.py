@@ -89,7 +89,7 @@ class Run:
     def busiest(self, iterations: int = 12) -> tuple[float, float]:
         """The part in which the devices are busiest, as long as so many iterations, in seconds."""
         served = self.wall_ns - self.summary["idle_s"] * 1e9
-        each = served / max(iterations, self.summary["iterations"])
-        span = max(1, min(self.wall_ns, round(iterations * each)))
+        seconds_each = served / max(iterations, self.summary["iterations"])
+        span = max(1, min(self.wall_ns, round(iterations * seconds_each)))
         begin = statistics.busiest(self.trace, self.window, span) - self.window[0]
         return begin / 1e9, (begin + span) / 1e9
