@@ -169,7 +169,7 @@ def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, mod
     found = load.run(job(url, model, **one))
     assert found["answers"] is found["draws"] is None
     monkeypatch.setattr(Server, "refuses", {"/v1/models": 401})
-    with pytest.raises(SiPipeError, match="401: Unauthorized: its key is OPENAI_API_KEY's"):
+    with pytest.raises(SiPipeError, match="401: Unauthorized: set OPENAI_API_KEY to its key"):
         load.run(job(url, model, **one))
     monkeypatch.setattr(Server, "refuses", {"/v1/models": 404})
     with pytest.raises(SiPipeError, match=f"^{url}/v1/models answers HTTP Error 404: Not Found$"):
