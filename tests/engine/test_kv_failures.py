@@ -1,7 +1,11 @@
 """Whatever a KV connector raises, in a worker or beside the scheduler, the engine serves on: blocks
 that did not come are computed, or fail their request, by ``kv_load_failure_policy``."""
 
+import shutil
+
 import pytest
+import safetensors.torch
+import torch
 from tests.engine.engines import Engine, assert_stock, model, shared
 from tests.engine.test_kv_connectors import FEW, MANY, WHOLE, on_shelf, stored_in
 
@@ -79,6 +83,19 @@ def test_blocks_that_are_loaded_before_or_amid_the_forward_pass(models, folder, 
     settings = broken("Early", folder, method, policy=policy)
     log = check(model(models), MANY, policy, whole=WHOLE, **settings)
     assert f"{method} (ZeroDivisionError: as asked)" in log
+
+
+def test_what_lay_in_blocks_that_did_not_come_fails_nobody(models, folder, tmp_path):
+    """Values that are none were loaded before the connector raised: the logits have no distribution,
+    and the request is computed all the same."""
+    store = tmp_path / "store"
+    shutil.copytree(folder, store)
+    for path in store.rglob("*.safetensors"):
+        tensors = safetensors.torch.load(path.read_bytes())
+        nothing = {name: torch.full_like(value, float("nan")) for name, value in tensors.items()}
+        safetensors.torch.save_file(nothing, path)
+    settings = broken("Early", store, "start_load_kv", late=True)
+    check(model(models), MANY, "recompute", whole=WHOLE, **settings)
 
 
 @pytest.mark.parametrize(

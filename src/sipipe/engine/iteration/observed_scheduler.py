@@ -182,7 +182,17 @@ class ObservedScheduler:
             self.kv_cache_manager.evict_blocks(set(blocks[first:]))  # type: ignore[attr-defined]
             self.running.remove(request)  # type: ignore[attr-defined]
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
+            self._forgive(request.request_id)
         return failed
+
+    def _forgive(self, request_id: str) -> None:
+        """Let a request go on that has no token of this iteration, whose blocks were not loaded: what
+        lay in them may give logits without a distribution."""
+        errors = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
+        if isinstance(errors, dict):  # vLLM 0.33
+            errors.pop(request_id, None)
+        else:
+            errors.discard(request_id)
 
     def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
         if self._kv_loads is not None:
