@@ -77,7 +77,6 @@ NOT_YET = frozenset(
         "ipc/link",
         "ipc/ring",
         "jit.py",
-        "sampler",
         "worker",
         "worker/cpu_kernels",
         "worker/hooks",

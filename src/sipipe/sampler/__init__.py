@@ -1,1 +1,1 @@
-"""What runs in a sampler's process; needs neither torch nor vLLM."""
+"""Code of a sampler process; it needs neither torch nor vLLM."""

@@ -23,9 +23,10 @@ from sipipe.sampler.kernels.tables import grown
 Tokens = npt.NDArray[np.int32]
 
 FIRST_CHANCE = 0.6
-"""Of a proposed token while nothing is known; of a new sequence's, what came of others';"""
+"""Probability that a proposed token is right, while nothing is known of this sampler's sequences.
+A new sequence begins with the share that was right in others."""
 WEIGHT = 2.0
-"""as if so many had come."""
+"""Number of proposals that this first probability counts as."""
 _SMALLEST = 256
 
 
@@ -39,7 +40,7 @@ class NoDrafts:
         """It is gone, if it was there."""
 
     def append(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        """One more token of each; a handle may be there several times."""
+        """Append one more token of each; a handle may be there several times."""
 
     def propose(
         self,
@@ -48,26 +49,41 @@ class NoDrafts:
         drawn: Tokens,  # noqa: ARG002
         worth: float,  # noqa: ARG002
     ) -> list[tuple[int, bytes]]:
-        """What may come behind the tokens ``drawn`` from ``rows`` for ``handles``, whose rows lie
-        side by side; negative: nothing was drawn. Only what is at least as likely as ``worth``."""
+        """Propose tokens that may come behind the tokens ``drawn``.
+
+        Args:
+            handles: int32 [n], request of each row; the rows of a request lie side by side.
+            rows: int32 [n], indices of the rows in the iteration's logits.
+            drawn: int32 [n], tokens; negative: nothing was drawn.
+            worth: least probability of a draft that is proposed.
+
+        Returns the first row of a request and its drafts (int32 bytes), for requests that have any.
+        """
         return []
 
 
 class NGrams(NoDrafts):
-    """With speculation. 12 to 24 bytes a token of each sequence."""
+    """Drafts by n-grams of a sequence's own tokens; 12 to 24 bytes a token of each sequence."""
 
     def __init__(self, settings: NGramSettings, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        self._longest, self._shortest = settings.prompt_lookup_max, settings.prompt_lookup_min
+        self._longest = settings.prompt_lookup_max
+        self._shortest = settings.prompt_lookup_min
         self._most = settings.num_speculative_tokens
         self._index: dict[int, int] = {}
         self._free: list[int] = []
         self._free_parts: dict[int, list[int]] = {}
         self._end = 0
         self._all = Histories(
-            **{name: np.zeros(0, np.int32) for name in ("tokens", "before", "heads")},
-            **{name: np.zeros(0, np.int64) for name in ("start", "room", "size")},
-            **{name: np.zeros(0, np.int64) for name in ("count", "behind", "kind")},
+            tokens=np.zeros(0, np.int32),
+            before=np.zeros(0, np.int32),
+            heads=np.zeros(0, np.int32),
+            start=np.zeros(0, np.int64),
+            room=np.zeros(0, np.int64),
+            size=np.zeros(0, np.int64),
+            count=np.zeros(0, np.int64),
+            behind=np.zeros(0, np.int64),
+            kind=np.zeros(0, np.int64),
             proposed=np.zeros((0, self._most), np.int32),
             right=np.zeros((0, self._longest + 1)),
             tried=np.zeros((0, self._longest + 1)),
@@ -76,47 +92,49 @@ class NGrams(NoDrafts):
     def join(self, handle: int, prompt: Tokens, output: Tokens) -> None:
         if not self._free:
             self._more_entries()
-        one = self._index[handle] = self._free.pop()
+        entry = self._index[handle] = self._free.pop()
         tokens = np.concatenate((prompt, output))
-        self._all.count[one] = 0
-        self._all.tried[one] = WEIGHT
-        self._all.right[one] = WEIGHT * self._all.right[0] / self._all.tried[0]
-        self._take(one, tokens)
+        self._all.count[entry] = 0
+        self._all.tried[entry] = WEIGHT
+        self._all.right[entry] = WEIGHT * self._all.right[0] / self._all.tried[0]
+        self._take(entry, tokens)
 
     def leave(self, handle: int) -> None:
-        if (one := self._index.pop(handle, None)) is not None:
-            self._give_back(one)
-            self._free.append(one)
+        if (entry := self._index.pop(handle, None)) is not None:
+            self._give_back(entry)
+            self._free.append(entry)
 
     def append(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        which = np.array([self._index[handle] for handle in handles], np.int64)
-        added, done = np.array(tokens, np.int32), 0
+        entries = np.array([self._index[handle] for handle in handles], np.int64)
+        added = np.array(tokens, np.int32)
+        done = 0
         # bound: each turn does one entry at least
         while (
-            done := follow(self._all, which, added, done, 2 + self._most, self._shortest)
-        ) < which.size:
-            one = int(which[done])
-            start, size = int(self._all.start[one]), int(self._all.size[one])
-            kept = self._all.tokens[start : start + size].copy()
-            self._give_back(one)
-            self._take(one, kept)
+            done := follow(self._all, entries, added, done, 2 + self._most, self._shortest)
+        ) < entries.size:
+            entry = int(entries[done])
+            start = int(self._all.start[entry])
+            size = int(self._all.size[entry])
+            history = self._all.tokens[start : start + size].copy()
+            self._give_back(entry)
+            self._take(entry, history)
 
     def propose(
         self, handles: Tokens, rows: Tokens, drawn: Tokens, worth: float
     ) -> list[tuple[int, bytes]]:
         if worth >= 1.0 or not handles.size:
             return []
-        which = np.array([self._index[handle] for handle in handles.tolist()], np.int64)
-        counts = np.empty(which.size, np.int64)
+        entries = np.array([self._index[handle] for handle in handles.tolist()], np.int64)
+        counts = np.empty(entries.size, np.int64)
         lengths = self._shortest, self._longest
-        propose_all(self._all, which, drawn, *lengths, self._vocabulary, worth, counts)
+        propose_all(self._all, entries, drawn, *lengths, self._vocabulary, worth, counts)
         proposed = self._all.proposed
         return [
-            (int(rows[i]), proposed[which[i], : counts[i]].tobytes())
+            (int(rows[i]), proposed[entries[i], : counts[i]].tobytes())
             for i in np.flatnonzero(counts).tolist()
         ]
 
-    def _take(self, one: int, tokens: Tokens) -> None:
+    def _take(self, entry: int, tokens: Tokens) -> None:
         """A part with as many places again, filled and indexed."""
         room = max(_SMALLEST, 1 << (tokens.size + 2 * self._most + 2).bit_length())
         if free := self._free_parts.get(room):
@@ -127,15 +145,18 @@ class NGrams(NoDrafts):
                 size = max(self._end, 2 * self._all.tokens.size)
                 parts = (grown(part, size) for part in self._all[:3])
                 self._all = Histories._make([*parts, *self._all[3:]])
-        everything = self._all
-        everything.start[one], everything.room[one] = start, room
-        everything.size[one] = tokens.size
-        everything.tokens[start : start + tokens.size] = tokens
-        everything.heads[start : start + room] = 0
-        index_all(everything, one, self._shortest)
+        histories = self._all
+        histories.start[entry] = start
+        histories.room[entry] = room
+        histories.size[entry] = tokens.size
+        histories.tokens[start : start + tokens.size] = tokens
+        histories.heads[start : start + room] = 0
+        index_all(histories, entry, self._shortest)
 
-    def _give_back(self, one: int) -> None:
-        self._free_parts.setdefault(int(self._all.room[one]), []).append(int(self._all.start[one]))
+    def _give_back(self, entry: int) -> None:
+        self._free_parts.setdefault(int(self._all.room[entry]), []).append(
+            int(self._all.start[entry])
+        )
 
     def _more_entries(self) -> None:
         before = self._all.start.size
@@ -153,18 +174,20 @@ class NGrams(NoDrafts):
 
 @dataclass(slots=True)
 class _Suffix:
-    """Of one sequence."""
+    """Drafting state of one sequence."""
 
     end: list[int]
-    """Its last tokens, as many as trees are deep."""
+    """Last tokens of the sequence, as many as trees are deep."""
     proposed: list[int] = field(default_factory=list)
     right: float = WEIGHT * FIRST_CHANCE
     tried: float = WEIGHT
 
 
 class Suffixes(NoDrafts):
-    """By Arctic Inference: a tree of each sequence, and one of what came for all of this sampler. The
-    library says how often a continuation came; how often it was right is learnt beside that."""
+    """Drafts by Arctic Inference: a tree of each sequence, and one of all that came for this sampler.
+
+    The library says how often a continuation came; how often it was right is learnt besides.
+    """
 
     def __init__(self, settings: SuffixSettings, vocabulary: int) -> None:
         # Only here: the library is there where the method is asked for.
@@ -193,40 +216,47 @@ class Suffixes(NoDrafts):
 
     def append(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
         for handle, pairs in groupby(zip(handles, tokens, strict=True), lambda pair: pair[0]):
-            added, one = [token for _, token in pairs], self._all[handle]
+            added = [token for _, token in pairs]
+            sequence = self._all[handle]
             self._trees.add_active_response(handle, added)
-            one.end = (one.end + added)[-self._depth :]
+            sequence.end = (sequence.end + added)[-self._depth :]
 
     def propose(
         self, handles: Tokens, rows: Tokens, drawn: Tokens, worth: float
     ) -> list[tuple[int, bytes]]:
-        found: list[tuple[int, bytes]] = []
+        drafts_by_row: list[tuple[int, bytes]] = []
         if worth >= 1.0:
             for handle in handles.tolist():
                 self._all[handle].proposed = []
-            return found
+            return drafts_by_row
         for handle, places in groupby(range(len(handles)), handles.tolist().__getitem__):
-            one, mine = self._all[handle], list(places)
+            sequence = self._all[handle]
+            mine = list(places)
             came = [int(drawn[i]) for i in mine if drawn[i] >= 0]
-            for proposed, token in zip(one.proposed, came, strict=False):
-                one.right = MEMORY * one.right + (proposed == token)
-                one.tried = MEMORY * one.tried + 1.0
+            for proposed, token in zip(sequence.proposed, came, strict=False):
+                sequence.right = MEMORY * sequence.right + (proposed == token)
+                sequence.tried = MEMORY * sequence.tried + 1.0
                 if proposed != token:
                     break
-            end = (one.end + came)[-self._depth :]
+            end = (sequence.end + came)[-self._depth :]
             draft = self._trees.speculate(handle, end, self._most, **self._how)
             known = takewhile(lambda token: token < self._vocabulary, draft.token_ids)
-            one.proposed, chance = list(known) if came else [], one.right / one.tried
-            probs = draft.probs[: len(one.proposed)]
+            sequence.proposed = list(known) if came else []
+            chance = sequence.right / sequence.tried
+            probs = draft.probs[: len(sequence.proposed)]
             likely = [p * chance ** (i + 1) for i, p in enumerate(probs)]
-            if count := sum(each >= worth for each in likely) if one.proposed else 0:
-                drafts = np.array(one.proposed[:count], np.int32)
-                found.append((int(rows[mine[0]]), drafts.tobytes()))
-        return found
+            if (
+                count := sum(probability >= worth for probability in likely)
+                if sequence.proposed
+                else 0
+            ):
+                drafts = np.array(sequence.proposed[:count], np.int32)
+                drafts_by_row.append((int(rows[mine[0]]), drafts.tobytes()))
+        return drafts_by_row
 
 
 def drafter(settings: NGramSettings | SuffixSettings | None, vocabulary: int) -> NoDrafts:
-    """What proposes drafts, if anything does: of the token ids below ``vocabulary``."""
+    """Make the proposer of drafts for these settings; drafts are token ids below ``vocabulary``."""
     if settings is None:
         return NoDrafts()
     kind: Any = Suffixes if isinstance(settings, SuffixSettings) else NGrams
@@ -237,9 +267,9 @@ def drafter(settings: NGramSettings | SuffixSettings | None, vocabulary: int) ->
 def warm_up_ngrams() -> None:
     """Compile what proposes n-grams, or load it from the on-disk cache."""
     settings = NGramSettings(num_speculative_tokens=2, prompt_lookup_max=3, prompt_lookup_min=2)
-    one = np.zeros(1, np.int32)
+    token = np.zeros(1, np.int32)
     with compiling("sipipe.sampler.kernels"):
         drafts = NGrams(settings, 10)
-        drafts.join(0, np.array([1, 2, 3] * 3, np.int32), one + 1)
+        drafts.join(0, np.array([1, 2, 3] * 3, np.int32), token + 1)
         drafts.append([0], [2])
-        drafts.propose(one, one, one + 3, 0.5)
+        drafts.propose(token, token, token + 3, 0.5)

@@ -20,9 +20,8 @@ The process imports neither torch nor vLLM: it starts in a second and stays smal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,8 @@ from sipipe.observe.recorder import record_process
 from sipipe.sampler.drafts import drafter, warm_up_ngrams
 from sipipe.sampler.kernels.rows import NOT_DRAWN
 from sipipe.sampler.result import SampleResult
-from sipipe.sampler.state import SequenceColumns, ahead_of
+from sipipe.sampler.rows_of_step import RowsOfStep, bitmask_of
+from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import measure, warm_up
 
 FRAME_LOGPROBS = 1 << 20
@@ -114,7 +114,8 @@ class Sampler:
                 self._apply(step)
                 self._offer(step)
             elif grammar is not None and self._waiting is not None:
-                waiting, self._waiting = self._waiting, None
+                waiting = self._waiting
+                self._waiting = None
                 assert waiting.iteration == grammar.iteration
                 self._draw(waiting, grammar)
 
@@ -157,10 +158,16 @@ class Sampler:
         for added in step.added:
             if added.sampler == self._index:
                 self._add(added)
-        appended, accepted = int32_view(step.appended), int32_view(step.tokens)
-        sent = zip(appended.tolist(), accepted.tolist(), strict=True)
-        if mine := [(handle, token) for handle, token in sent if handle in columns]:
-            handles, tokens = [handle for handle, _ in mine], [token for _, token in mine]
+        appended = int32_view(step.appended).tolist()
+        accepted = int32_view(step.tokens).tolist()
+        mine = [
+            (handle, token)
+            for handle, token in zip(appended, accepted, strict=True)
+            if handle in columns
+        ]
+        if mine:
+            handles = [handle for handle, _ in mine]
+            tokens = [token for _, token in mine]
             columns.append(handles, tokens)
             self._drafter.append(handles, tokens)
 
@@ -168,116 +175,144 @@ class Sampler:
         try:
             if added.error:
                 raise ValueError(added.error)
-            prompt, outputs = int32_view(added.prompt), int32_view(added.outputs)
+            prompt = int32_view(added.prompt)
+            outputs = int32_view(added.outputs)
             self._columns.join(added.handle, added.params, prompt, outputs)
             self._drafter.join(added.handle, prompt, outputs)
         except ValueError as error:
             self._broken[added.handle] = str(error)
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
-        rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
-        handles = int32_view(step.rows)[rows]
-        follows = int32_view(step.follows)[rows] if step.follows else None
-        errors: list[tuple[int, str]] = []
-        alone = step.iteration <= self._owed
-        owned = len(rows)
-        if alone:  # a snapshot may owe a row of a request that was aborted, which nobody waits for
-            known = [h in self._columns or h in self._broken for h in handles.tolist()]
-            rows, handles, follows = _chosen(np.asarray(known, bool), rows, handles, follows)
-        if self._broken:
-            broken = np.asarray([handle in self._broken for handle in handles.tolist()], bool)
-            theirs = zip(rows[broken].tolist(), handles[broken].tolist(), strict=True)
-            errors = [(row, self._broken[handle]) for row, handle in theirs]
-            rows, handles, follows = _chosen(~broken, rows, handles, follows)
-        bitmask, bitmask_rows = None, np.full(len(rows), -1, np.int32)
-        if grammar is not None and grammar.words:
-            bitmask = int32_view(grammar.bitmask).reshape(-1, grammar.words)
-            masked = int32_view(grammar.handles)
-            begins = np.flatnonzero(np.diff(masked, prepend=-1))
-            found = dict(zip(masked[begins].tolist(), begins.tolist(), strict=True))
-            bitmask_rows[:] = [found.get(handle, -1) for handle in handles.tolist()]
-            if follows is not None:
-                bitmask_rows += np.where(bitmask_rows < 0, 0, ahead_of(follows)).astype(np.int32)
-        shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
+        """Draw this sampler's rows of an iteration and send its answer.
 
-        def prepared() -> Iterator[Callable[[npt.NDArray[Any]], SampleResult]]:
-            for part in shares:
-                if alone and len(part):
-                    self._say(Trying(int(handles[part[0]])))
-                yield self._columns.prepare(
-                    handles[part],
-                    rows[part],
-                    bitmask=bitmask,
-                    bitmask_rows=bitmask_rows[part],
-                    follows=None if follows is None else follows[part],
-                )
-
-        draws = prepared()
-        # While the logits are computed; not where requests are tried alone: a death while this one
-        # waits for logits is no request's doing.
-        first = [] if alone else [next(draws)]
-        waited = time.monotonic_ns()
-        entry = self._logits_of(step.iteration)
-        began = time.monotonic_ns()
-        self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
-        if not owned:
+        Where this sampler owes the iteration for a dead one, requests are drawn one by one, and each
+        is named before: if one ends this process too, the engine knows which.
+        """
+        one_by_one = step.iteration <= self._owed
+        owned = RowsOfStep.owned_by(self._index, step)
+        rows = owned.select(self._is_known(owned)) if one_by_one else owned
+        broken = self._is_broken(rows)
+        errors = self._errors_of(rows.select(broken))
+        rows = rows.select(~broken)
+        bitmask = bitmask_of(grammar)
+        if grammar is not None and bitmask is not None:
+            rows = rows.restricted_by(grammar)
+        shares = self._columns.shares(rows.handles, 0 if one_by_one else FRAME_LOGPROBS)
+        parts = [rows.select(share) for share in shares]
+        # What needs no logits is done while they are computed; not where requests are tried one_by_one: a
+        # death while this sampler waits for logits is no request's doing.
+        draw = None if one_by_one else self._prepare(parts[0], bitmask)
+        entry = self._wait_for_logits(step, len(rows))
+        if not len(owned):
             if entry is not None:
-                with entry:  # pass it over
-                    return
+                entry.release()
             return
-        if entry is None and alone:  # the predecessor had answered, and all others have since
+        if entry is None and one_by_one:
+            # The predecessor had answered, and all other samplers have since.
             self._say(Trying(None))
             return
         assert entry is not None, "logits of this sampler's rows were not kept"
+        began = time.monotonic_ns()
         with entry:
-            for part, draw in zip(shares, chain(first, draws), strict=True):
-                drawn = draw(entry.array)
-                asked = handles[part], rows[part], drawn.token_ids, step.worth
-                drafts = self._drafting([], self._drafter.propose, *asked)
-                if more := part is not shares[-1]:
-                    self._send(step.iteration, rows[part], drawn, [], drafts, more)
-        if alone:
+            for part in parts:
+                if draw is None:
+                    if one_by_one and len(part):
+                        self._say(Trying(int(part.handles[0])))
+                    draw = self._prepare(part, bitmask)
+                result = draw(entry.array)
+                draw = None
+                drafts = self._drafting(
+                    [],
+                    self._drafter.propose,
+                    part.handles,
+                    part.rows,
+                    result.token_ids,
+                    step.worth,
+                )
+                if part is not parts[-1]:
+                    self._send(step.iteration, part.rows, result, [], drafts, more=True)
+        if one_by_one:
             self._say(Trying(None))
         self._record(Phase.SAMPLE, step, began, time.monotonic_ns(), len(rows))
-        self._send(step.iteration, rows[part], drawn, errors, drafts, more)
+        self._send(step.iteration, parts[-1].rows, result, errors, drafts, more=False)
+
+    def _is_known(self, rows: RowsOfStep) -> npt.NDArray[np.bool_]:
+        """Mask of the rows whose request is still there: a snapshot may owe a row of a request that
+        was aborted, which nobody waits for."""
+        return np.asarray(
+            [handle in self._columns or handle in self._broken for handle in rows.handles.tolist()],
+            bool,
+        )
+
+    def _is_broken(self, rows: RowsOfStep) -> npt.NDArray[np.bool_]:
+        """Mask of the rows whose request no sampler can draw for."""
+        if not self._broken:
+            return np.zeros(len(rows), bool)
+        return np.asarray([handle in self._broken for handle in rows.handles.tolist()], bool)
+
+    def _errors_of(self, rows: RowsOfStep) -> list[tuple[int, str]]:
+        """Row and reason, for rows whose request no sampler can draw for."""
+        pairs = zip(rows.rows.tolist(), rows.handles.tolist(), strict=True)
+        return [(row, self._broken[handle]) for row, handle in pairs]
+
+    def _prepare(
+        self, part: RowsOfStep, bitmask: npt.NDArray[np.int32] | None
+    ) -> Callable[[npt.NDArray[Any]], SampleResult]:
+        """Do what drawing ``part`` needs before the logits; the result takes them."""
+        return self._columns.prepare(
+            part.handles,
+            part.rows,
+            bitmask=bitmask,
+            bitmask_rows=part.bitmask_rows,
+            follows=part.follows,
+        )
+
+    def _wait_for_logits(self, step: Step, rows: int) -> ReceivedLogits | None:
+        """The logits of the iteration; None if BIC-L began later for this sampler."""
+        began = time.monotonic_ns()
+        while self._entry is None or self._entry.iteration < step.iteration:
+            self._entry = self._logits.receive()
+        self._record(Phase.WAIT_LOGITS, step, began, time.monotonic_ns(), rows)
+        return self._entry if self._entry.iteration == step.iteration else None
 
     def _send(
         self,
         iteration: int,
         rows: npt.NDArray[np.int32],
-        drawn: SampleResult,
+        result: SampleResult,
         errors: list[tuple[int, str]],
         drafts: list[tuple[int, bytes]],
+        *,
         more: bool,
     ) -> None:
-        there = drawn.token_ids != NOT_DRAWN
-        logprobs = []
-        for i, found in drawn.logprobs.items():
-            values = found.logprobs.astype("<f4", copy=False).tobytes()
-            token_ids = int32_bytes(found.token_ids)
-            logprobs.append(Logprobs(int(rows[i]), int(found.rank), token_ids, values))
-        failed = [*errors, *((int(rows[i]), reason) for i, reason in drawn.errors.items())]
-        tokens = int32_bytes(rows[there]), int32_bytes(drawn.token_ids[there])
-        sampled = Sampled(iteration, *tokens, logprobs, failed, drafts)
-        self._tokens.send(iteration, encode(sampled), more=more)
+        """Send one frame of the answer; ``more`` frames of the same iteration may follow."""
+        drawn = result.token_ids != NOT_DRAWN
+        logprobs = [
+            Logprobs(
+                row=int(rows[i]),
+                rank=int(scores.rank),
+                token_ids=int32_bytes(scores.token_ids),
+                values=scores.logprobs.astype("<f4", copy=False).tobytes(),
+            )
+            for i, scores in result.logprobs.items()
+        ]
+        failed = [(int(rows[i]), reason) for i, reason in result.errors.items()]
+        frame = Sampled(
+            iteration=iteration,
+            rows=int32_bytes(rows[drawn]),
+            tokens=int32_bytes(result.token_ids[drawn]),
+            logprobs=logprobs,
+            errors=errors + failed,
+            drafts=drafts,
+        )
+        self._tokens.send(iteration, encode(frame), more=more)
 
     def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:
         self._recorder.record(phase, step.iteration, self._slot, start, end, rows, rows)
 
-    def _logits_of(self, iteration: int) -> ReceivedLogits | None:
-        """The entry of ``iteration``; None if BIC-L began later for this sampler."""
-        while self._entry is None or self._entry.iteration < iteration:
-            self._entry = self._logits.receive()
-        return self._entry if self._entry.iteration == iteration else None
-
-
-def _chosen(which: npt.NDArray[np.bool_], *arrays: Any) -> Iterator[Any]:
-    """Those entries of each of ``arrays``, of which some may be None."""
-    return (None if array is None else array[which] for array in arrays)
-
 
 def show(name: str) -> None:
-    """As what `ps` and `top` show this process; as in vLLM, the whole only where a library is."""
+    """Set the name that `ps` and `top` show; as in vLLM, the whole title only where a library is."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
     with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""What few requests ask for: bad words, min tokens, bias, allow lists, logprobs, thinking budgets.
+"""Options that few requests ask for: bad words, min tokens, bias, allow lists, logprobs, thinking.
 
 Kept in Python, because a request without any of these costs nothing here, and gathered per call
 into the flat ranges that the kernels read (`RowOptions`).
@@ -35,7 +35,8 @@ class ThinkingBudget:
         self._start = list(start_token_ids)
         self._end = list(end_token_ids)
         natural = list(natural_end_token_ids)
-        self._ends = [end for end in (self._end, natural * (natural != self._end)) if end]
+        ends = [self._end] if natural == self._end else [self._end, natural]
+        self._ends = [end for end in ends if end]
         self._tail: list[int] = []  # output tokens since the last change of state
         self._count = 0
         self._forced = 0  # end tokens already forced
@@ -78,8 +79,8 @@ class ThinkingBudget:
 def _last(tokens: npt.NDArray[np.int64], marker: list[int]) -> int:
     """Start of the last occurrence of ``marker``, or -1."""
     starts = np.flatnonzero(tokens == marker[0])[::-1] if marker else ()
-    found = (int(at) for at in starts if tokens[at : at + len(marker)].tolist() == marker)
-    return next(found, -1)
+    occurrences = (int(at) for at in starts if tokens[at : at + len(marker)].tolist() == marker)
+    return next(occurrences, -1)
 
 
 Ids = npt.NDArray[np.int32]
@@ -107,7 +108,13 @@ class RequestOptions:
         self._tail: list[int] = []
         self._thinking: ThinkingBudget | None = None
         if params.thinking_token_budget is not None and reasoning[1]:
-            self._thinking = ThinkingBudget(params.thinking_token_budget, *reasoning, prompt)
+            self._thinking = ThinkingBudget(
+                budget=params.thinking_token_budget,
+                start_token_ids=reasoning[0],
+                end_token_ids=reasoning[1],
+                natural_end_token_ids=reasoning[2],
+                prompt_token_ids=prompt,
+            )
         self.min_tokens = params.min_tokens
         self.stops = _ids("all_stop_token_ids", params.all_stop_token_ids, vocab_size)
         allowed = _ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
@@ -135,7 +142,7 @@ class RequestOptions:
 
     @property
     def remembers(self) -> bool:
-        """Whether it matters which tokens came."""
+        """True where it matters which tokens came, beyond their number."""
         return bool(self._words) or self._thinking is not None
 
     def observe(self, token: int) -> None:
@@ -156,7 +163,7 @@ class RequestOptions:
         ]
 
     def wanted(self, vocab_size: int) -> int:
-        """How many logprobs to return besides the drawn token's; -1: none at all."""
+        """Number of logprobs to return besides the drawn token's; -1: none at all."""
         if self.named.size:
             return int(self.named.size)
         if self.logprobs is None:
@@ -209,23 +216,23 @@ def row_options(
 ) -> RowOptions:
     """The kernels' view of one call's ``n`` rows: ``given`` by row, ascending; ``positions`` (output
     tokens so far) per row; ``bitmask`` [m, words] int32, ``bitmask_rows`` each row's, -1 for none."""
-    each = given.items()
+    pairs = given.items()
     forced = np.full(n, -1, np.int32)
     wanted = np.full(n, -1, np.int32)
-    for i, options in each:
+    for i, options in pairs:
         forced[i] = options.forced
         wanted[i] = options.wanted(vocab_size)
     return RowOptions(
-        bans=_ranges(n, ((i, options.bans()) for i, options in each)),
-        stops=_ranges(n, ((i, o.stops) for i, o in each if positions[i] < o.min_tokens)),
-        biases=_ranges(n, ((i, options.bias_tokens) for i, options in each)),
-        bias_values=_ranges(n, ((i, options.bias_values) for i, options in each), np.float32),
-        allowed=_ranges(n, ((i, options.allowed) for i, options in each)),
+        bans=_ranges(n, ((i, options.bans()) for i, options in pairs)),
+        stops=_ranges(n, ((i, o.stops) for i, o in pairs if positions[i] < o.min_tokens)),
+        biases=_ranges(n, ((i, options.bias_tokens) for i, options in pairs)),
+        bias_values=_ranges(n, ((i, options.bias_values) for i, options in pairs), np.float32),
+        allowed=_ranges(n, ((i, options.allowed) for i, options in pairs)),
         forced=forced,
         bitmask=np.zeros((1, 0), np.int32) if bitmask is None else bitmask,
         bitmask_rows=np.full(n, -1, np.int32) if bitmask_rows is None else bitmask_rows,
         wanted=wanted,
-        named=_ranges(n, ((i, options.named) for i, options in each)),
+        named=_ranges(n, ((i, options.named) for i, options in pairs)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What drawing for some rows has found."""
+"""Result of drawing tokens for rows of logits."""
 
 from dataclasses import dataclass
 
@@ -23,12 +23,12 @@ class Logprobs:
     logprobs: npt.NDArray[np.float32]
     """Same shape: natural logarithms (or logits, by mode), -inf for masked tokens."""
     rank: int
-    """How many tokens score at least the drawn one's score, itself included."""
+    """Number of tokens that score at least as much as the drawn one, itself included."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """What `SequenceColumns.sample` found, per row of the call."""
+    """Result of `SequenceColumns.sample`, per row of the call."""
 
     token_ids: npt.NDArray[np.int32]
     """[n], -1 where there is an error, `NOT_DRAWN` behind a draft that was not drawn."""

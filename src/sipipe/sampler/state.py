@@ -71,7 +71,8 @@ class SequenceColumns:
         if logprobs_mode not in (modes := get_args(LogprobsMode)):
             raise ValueError(f"logprobs_mode must be one of {', '.join(modes)}: {logprobs_mode}")
         self._vocab_size = vocab_size
-        processed, logits = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logits")
+        processed = logprobs_mode.startswith("processed")
+        logits = logprobs_mode.endswith("logits")
         self._scores = Scores(processed, logits)
         ends = reasoning_end_token_ids, natural_reasoning_end_token_ids
         self._reasoning = (reasoning_start_token_ids, *ends)
@@ -114,12 +115,12 @@ class SequenceColumns:
         if not self._free:
             self._grow(2 * self._position.size)
         request = self._free.pop()
-        given = {
+        changed = {
             "top_k": max(params.top_k, 0) if params.top_k < self._vocab_size else 0,
             "seed": (secrets.randbits(64) if params.seed is None else params.seed) & _SEED_MASK,
         }
         for name, array in self._arrays.items():
-            array[request] = given.get(name, getattr(params, name))
+            array[request] = changed.get(name, getattr(params, name))
         self._position[request] = output.size
         if params.penalized:
             self._seen.add(request, prompt, output)
@@ -145,7 +146,9 @@ class SequenceColumns:
     def append(self, handles: int | Iterable[int], token_ids: int | Iterable[int]) -> None:
         """One more output token for each of ``handles``, as the scheduler has accepted it."""
         if isinstance(handles, int | np.integer):
-            handles, token_ids = [int(handles)], [int(token_ids)]  # type: ignore[arg-type]
+          
+            handles = [int(handles)]
+            token_ids = [int(token_ids)]  # type: ignore[arg-type]
         requests = self._find(handles)
         added = self._tokens("token_ids", token_ids)  # type: ignore[arg-type]
         if added.size != requests.size:
@@ -189,43 +192,59 @@ class SequenceColumns:
         indices = np.arange(n) if rows is None else np.asarray(rows, np.int64)
         if indices.size != n:
             raise ValueError(f"rows: {indices.size} for {n} handles")
-        given = {i: self._options[int(requests[i])] for i in self._with_options(requests)}
-        if given or bitmask is not None:
+        options_by_row = {i: self._options[int(requests[i])] for i in self._with_options(requests)}
+        if options_by_row or bitmask is not None:
             masks = self._bitmask(n, bitmask, bitmask_rows)
             positions = self._position[requests] + ahead
-            options = row_options(n, given, positions, self._vocab_size, *masks)
+            options = row_options(n, options_by_row, positions, self._vocab_size, *masks)
         else:
             options = no_options(n)
         # Each row has as many places as it asks for: one that wants all of V costs others nothing.
         ends = np.zeros(n + 1, np.int64)
         np.cumsum(options.wanted + 1, out=ends[1:])
-        scores = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
-        tokens, ranks = np.full(n, -1, np.int32), np.zeros(n, np.int32)
-        out = Output(tokens, np.zeros(n, np.uint8), ends, *scores, ranks)
-        state = RequestState(**self._arrays, position=self._position, seen=self._seen.tables)
-        behind = {
+        score_ids = np.empty(ends[-1], np.int32)
+        scores = np.empty(ends[-1], np.float32)
+        tokens = np.full(n, -1, np.int32)
+        ranks = np.zeros(n, np.int32)
+        out = Output(
+            tokens=tokens,
+            codes=np.zeros(n, np.uint8),
+            score_ends=ends,
+            score_ids=score_ids,
+            scores=scores,
+            ranks=ranks,
+        )
+        arrays = self._arrays | {"position": self._position, "seen": self._seen.tables}
+        state = RequestState._make(arrays[name] for name in RequestState._fields)
+        dependent = {
             i: int(follows[i])
             for i in np.flatnonzero(ahead).tolist()
             if self._depends_on_output(int(requests[i]))
         }
-        if not behind:
+        if not dependent:
             return partial(self._draw, requests, indices, follows, ahead, state, options, out)
         first = follows.copy()
-        first[list(behind)] = LATER
+        first[list(dependent)] = LATER
         draw = partial(self._draw, requests, indices, first, ahead, state, options, out)
         return partial(
-            self._draw_behind, draw, behind, list(handles), indices, bitmask, options.bitmask_rows
+            self._draw_behind,
+            draw,
+            dependent,
+            list(handles),
+            indices,
+            bitmask,
+            options.bitmask_rows,
         )
 
     def _depends_on_output(self, request: int) -> bool:
-        """Whether a draw for it depends on which tokens came, beyond their number."""
+        """Say if a draw for it depends on which tokens came, beyond their number."""
         options = self._options.get(request)
         return bool(self._seen.tables.room[request]) or (options is not None and options.remembers)
 
     def _draw_behind(
         self,
         draw: Callable[[npt.NDArray[Any]], SampleResult],
-        behind: dict[int, int],
+        dependent: dict[int, int],
         handles: list[int],
         indices: npt.NDArray[np.int64],
         bitmask: npt.NDArray[np.int32] | None,
@@ -235,24 +254,26 @@ class SequenceColumns:
         """Draw; and row by row those ``behind`` a draft that the draw depends on."""
         result = draw(logits)
         with ExitStack() as undo:
-            for i, draft in behind.items():
+            for i, draft in dependent.items():
                 if result.token_ids[i - 1] != draft:
                     continue
                 undo.enter_context(self._supposed(handles[i], draft))
                 mask = bitmask_rows[i : i + 1]
-                one = self.sample(
+                drawn = self.sample(
                     [handles[i]], logits, indices[i : i + 1], bitmask=bitmask, bitmask_rows=mask
                 )
-                result.token_ids[i], result.codes[i] = one.token_ids[0], one.codes[0]
-                if one.logprobs:
-                    result.logprobs[i] = one.logprobs[0]
+                result.token_ids[i] = drawn.token_ids[0]
+                result.codes[i] = drawn.codes[0]
+                if drawn.logprobs:
+                    result.logprobs[i] = drawn.logprobs[0]
         return result
 
     @contextmanager
     def _supposed(self, handle: int, token: int) -> Iterator[None]:
         """While active, the sequence has one more output token."""
         request = self._requests[handle]
-        used, options = int(self._seen.tables.used[request]), self._options.get(request)
+        used = int(self._seen.tables.used[request])
+        options = self._options.get(request)
         if options is not None:
             self._options[request] = copy.deepcopy(options)
         self.append(handle, token)
@@ -274,15 +295,16 @@ class SequenceColumns:
         out: Output,
         logits: npt.NDArray[Any],
     ) -> SampleResult:
-        vocab, ends = self._vocab_size, out.score_ends
+        vocab = self._vocab_size
+        ends = out.score_ends
         flat, starts = read_rows(logits, indices, vocab)
         rows = flat, starts, vocab, requests, follows, ahead
         sample_rows(*rows, state, options, self._scores, self._work, out)
         logprobs = {}
         scored = (options.wanted >= 0) & (out.codes == 0) & (out.tokens != NOT_DRAWN)
         for i in np.flatnonzero(scored).tolist():
-            own = slice(ends[i], ends[i + 1])
-            logprobs[i] = Logprobs(out.score_ids[own], out.scores[own], int(out.ranks[i]))
+            places = slice(ends[i], ends[i + 1])
+            logprobs[i] = Logprobs(out.score_ids[places], out.scores[places], int(out.ranks[i]))
         return SampleResult(out.tokens, out.codes, logprobs)
 
     def shares(self, handles: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.intp]]:
@@ -349,7 +371,7 @@ def _no_drafts(n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
 
 
 def ahead_of(follows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """How many drafts each row stands behind."""
-    each = np.arange(follows.size)
-    ahead: npt.NDArray[np.int64] = each - np.maximum.accumulate(np.where(follows < 0, each, 0))
+    """Count the drafts that each row stands behind: int64 [n]."""
+    index = np.arange(follows.size)
+    ahead: npt.NDArray[np.int64] = index - np.maximum.accumulate(np.where(follows < 0, index, 0))
     return ahead

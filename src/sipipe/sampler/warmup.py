@@ -1,11 +1,14 @@
-"""What a sampler does before the first request: compile its kernels, or load them from the on-disk
-cache, and measure how long drawing takes here, where the engine asks (``"cpu_sampling": "auto"``)."""
+"""Start of a sampler: compile its kernels, or load them from the on-disk cache.
+
+Where the engine asks (``"cpu_sampling": "auto"``) it also measures how long drawing takes here.
+"""
 
 import statistics
 import time
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -50,19 +53,20 @@ def measure(rows: int, vocabulary: int, dtype: str) -> dict[str, float]:
     handles = list(range(rows))
     rng = np.random.default_rng(0)
     # A few rows and copies of them: what counts is that they are read from memory.
-    some = rng.standard_normal((min(rows, 8), vocabulary), dtype=np.float32) * 4
-    logits = np.resize(converted(some, dtype), (rows, vocabulary))
+    few_rows = rng.standard_normal((min(rows, 8), vocabulary), dtype=np.float32) * 4
+    logits = np.resize(converted(few_rows, dtype), (rows, vocabulary))
     seen = rng.integers(0, vocabulary, 256, dtype=np.int32)
-    found = {}
+    seconds = {}
     for mix, params in MIXES.items():
         times = []
         for handle in handles:
-            columns.join(handle, SequenceParams(**params, seed=handle), seen[:128], seen[128:])
+            drawn_by = msgspec.convert(params | {"seed": handle}, SequenceParams)
+            columns.join(handle, drawn_by, seen[:128], seen[128:])
         for _ in range(1 + TIMES):
             began = time.monotonic()
             columns.sample(handles, logits)
             times.append(time.monotonic() - began)
-        found[mix] = statistics.median(times[1:])
+        seconds[mix] = statistics.median(times[1:])
         for handle in handles:
             columns.discard(handle)
-    return found
+    return seconds

@@ -117,6 +117,10 @@ class ReceivedLogits:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the writer use the memory again; the array is empty from now on."""
         self.array = self.array[:0]
         self._ring.unlock_previous()
 
