@@ -51,7 +51,7 @@ FORMAT = 1
 
 @dataclass
 class Moves(KVConnectorMetadata):  # type: ignore[misc]
-    """What a worker is to load and to store in an iteration."""
+    """Blocks that a worker loads and stores in an iteration."""
 
     namespace: str = ""
     loads: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
@@ -181,7 +181,8 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._caches = {extract_layer_index(name): cache for name, cache in kv_caches.items()}
-        first, end = min(self._caches), max(self._caches) + 1
+        first = min(self._caches)
+        end = max(self._caches) + 1
         rank = get_tensor_model_parallel_rank()
         self._file = f"{first}-{end}.{rank}-{self._ranks}.safetensors"
         self._rank = rank
@@ -195,7 +196,7 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
             self._received.add(request_id)
 
     def _load(self, namespace: str, block_hash: str, number: int) -> bool:
-        """Whether the block's layers were all there."""
+        """Load a block; False: not all of its layers were there."""
         missing = set(self._caches)
         for path, first, end, rank in self._store.files(namespace, block_hash):
             layers = missing & set(range(first, end))
@@ -240,7 +241,7 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
-    """What must be equal where a cache is computed and where it is used."""
+    """Describe what must be equal where a cache is computed and where it is used."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     config = model.hf_config

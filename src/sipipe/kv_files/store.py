@@ -28,7 +28,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 NAME = re.compile(r"(\d{1,5})-(\d{1,5})\.(\d{1,4})-(\d{1,4})\.safetensors")
 NEW = ".new"
-"""How the name of a file ends that is being written."""
+"""Ending of the name of a file that is being written."""
 LEFT_OVER = 3600.0
 """Seconds after which a file that is being written belongs to a writer that ended amid it."""
 HEADER = 1 << 20
@@ -82,7 +82,7 @@ class Store:
                 yield folder / name, first, end, rank
 
     def is_whole(self, namespace: str, block_hash: str, *, layers: int, ranks: int) -> bool:
-        """Whether there are files of all layers and ranks, as their names say."""
+        """Say if there are files of all layers and ranks, by their names."""
         spans: dict[int, list[tuple[int, int]]] = {}
         for _, first, end, rank in self.files(namespace, block_hash):
             spans.setdefault(rank, []).append((first, end))
@@ -108,9 +108,9 @@ class Store:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             status = os.fstat(handle)
-            one = next(iter(layers.values()))
+            block = next(iter(layers.values()))
             first, end, *_ = map(int, NAME.fullmatch(path.name).groups())  # type: ignore[union-attr]
-            most = one.nbytes * (end - first) + HEADER
+            most = block.nbytes * (end - first) + HEADER
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
                 raise DamagedFileError("it is no file of this size")
             content = file.read(most)
@@ -211,7 +211,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN; bytes, which have no such values, are."""
+    """Say if no value is infinite or NaN; tensors of bytes have no such values."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         return True
     return bool(tensor.isfinite().all())

@@ -11,6 +11,6 @@ class KVLoad:
     block_ids: tuple[int, ...]
     """The blocks' numbers in the KV cache; empty where a number names blocks of several groups."""
     waits: bool
-    """Whether the request waits until all workers say that its blocks have come."""
+    """True where the request waits until all workers say that its blocks have come."""
     reason: str = ""
     """Why the engine's side of the connector asks no worker for them; empty: it does."""
