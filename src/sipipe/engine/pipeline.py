@@ -171,7 +171,11 @@ class Pipeline:
                 self._tracker.condemn(*poison)
             undrawn = self.iterations.undrawn(index)
             steps = [iteration.work.step for iteration in undrawn]
-            grammars = [one.grammar for one in undrawn if one.grammar is not None]
+            grammars = [
+                iteration.on_bus.grammar
+                for iteration in undrawn
+                if iteration.on_bus.grammar is not None
+            ]
             self._last.admit(index, Snapshot(self._tracker.added_of(index), steps, grammars))
         self.telemetry.live.add(Word.RESTARTS)
 

@@ -146,7 +146,6 @@ class SequenceColumns:
     def append(self, handles: int | Iterable[int], token_ids: int | Iterable[int]) -> None:
         """One more output token for each of ``handles``, as the scheduler has accepted it."""
         if isinstance(handles, int | np.integer):
-          
             handles = [int(handles)]
             token_ids = [int(token_ids)]  # type: ignore[arg-type]
         requests = self._find(handles)

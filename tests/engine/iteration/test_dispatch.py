@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.engine.iteration.bus import Bus
 from sipipe.engine.iteration.dispatch import Dispatcher
+from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.work import Work
 from sipipe.errors import WorkerDiedError
@@ -116,7 +117,7 @@ class Held:
         output = SchedulerOutput.make_empty()
         output.total_num_scheduled_tokens = 1
         output.scheduled_new_reqs = [*new]
-        self.iterations.scheduled(output, 0, self.turn, 0, 0)
+        self.iterations.record(Scheduled(output=output, slot=0, turn=self.turn))
         self.turn += 1
         assert self.dispatcher.publish(output)
         return self.dispatcher.publish_grammar(GrammarOutput([], mask, []))
@@ -137,7 +138,8 @@ def test_a_planned_iteration_is_published_with_its_tokens_alone():
     tracker = SimpleNamespace(advance=advance)
     dispatcher, iterations = make(tracker, publish=lambda *told, **__: sent.append(told))
     for turn in range(2):
-        iterations.scheduled(output := decodes("a", "b"), 0, turn, 0, 0)
+        output = decodes("a", "b")
+        iterations.record(Scheduled(output=output, slot=0, turn=turn))
         assert dispatcher.publish(output)
     assert [told[:2] for told in sent] == [(Kind.SCHEDULE, 0), (Kind.PLAN, 1)]
     early = pickle.loads(sent[1][2][1], buffers=sent[1][2][2:])
@@ -164,7 +166,8 @@ def test_tokens_that_come_while_a_plan_is_published_are_not_left_lying():
     tracker = SimpleNamespace(advance=lambda *_: work)
     dispatcher, iterations = make(tracker, publish=publish)
     for turn in range(2):
-        iterations.scheduled(output := decodes("a"), 0, turn, 0, 0)
+        output = decodes("a")
+        iterations.record(Scheduled(output=output, slot=0, turn=turn))
         assert dispatcher.publish(output)
     assert sent == [(Kind.SCHEDULE, 0), (Kind.PLAN, 1), (Kind.SCHEDULE, 1)]
 

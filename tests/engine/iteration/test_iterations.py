@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.engine.iteration import stall
 from sipipe.engine.iteration.calls import Calls
+from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.resolve import build_output
 from sipipe.engine.iteration.stall import StallClock, StallWatch
@@ -52,9 +53,9 @@ def test_a_scheduler_of_the_users_own_takes_slots_in_turn():
 def test_our_scheduler_names_the_slot_and_finds_the_record_again():
     iterations = Iterations(3, 99)
     output = SchedulerOutput.make_empty()
-    iterations.scheduled(output, 2, 3, 10, 20)
+    iterations.record(Scheduled(output=output, slot=2, turn=3, began_ns=10, ended_ns=20))
     iteration = begin(iterations, output=output)
-    assert (iteration.number, iteration.slot, iteration.scheduled) == (0, 2, (10, 20))
+    assert (iteration.number, iteration.slot) == (0, 2)
     assert iterations.finish(output) is iteration
     assert iterations.finish(output) is None
 
@@ -83,7 +84,7 @@ def test_an_iteration_begins_when_its_slots_last_turn_has_left():
     iterations = Iterations(3, 99)
     outputs = {turn: SchedulerOutput.make_empty() for turn in (0, 1, 3, 4)}
     for turn, output in outputs.items():
-        iterations.scheduled(output, turn % 3, turn, 0, 0)
+        iterations.record(Scheduled(output=output, slot=turn % 3, turn=turn))
         iterations.enter(output)
     follow = Mock(return_value=DRAWN)
     assert [iterations.begin(follow).number for _ in range(2)] == [0, 1]
@@ -93,7 +94,7 @@ def test_an_iteration_begins_when_its_slots_last_turn_has_left():
     first = iterations.deliver(0, tokens=[])
     assert iterations.begin(follow) is None, "who follows requests does not know its tokens yet"
     iterations.leave(first)
-    assert iterations.begin(follow).turn == 3
+    assert iterations.begin(follow).scheduled.turn == 3
     assert iterations.begin(follow) is None
     iterations.leave(last)
     assert iterations.begin(follow).turn == 4
@@ -111,11 +112,12 @@ def decodes(*names):
 def test_the_first_that_waits_is_planned_once_with_the_number_that_it_gets():
     iterations = Iterations(1, 99)
     for turn in range(3):
-        iterations.scheduled(output := decodes("a", "b"), 0, turn, 0, 0)
+        output = decodes("a", "b")
+        iterations.record(Scheduled(output=output, slot=0, turn=turn))
         iterations.enter(output)
     assert iterations.begin(lambda *_: DRAWN).number == 0
     number, planned = iterations.plan()
-    assert (number, planned.number, planned.planned) == (1, -1, True)
+    assert (number, planned.number, planned.on_bus.planned) == (1, -1, True)
     assert iterations.plan() is None
     drawn(iterations, 0)
     assert iterations.begin(lambda *_: DRAWN) is planned
@@ -130,7 +132,7 @@ def test_what_has_more_than_a_token_of_each_is_not_planned():
     draft.total_num_scheduled_tokens = 2
     for output in (prompt, order, draft):
         iterations = Iterations(1, 99)
-        iterations.scheduled(output, 0, 0, 0, 0)
+        iterations.record(Scheduled(output=output, slot=0))
         iterations.enter(output)
         assert iterations.plan() is None
     iterations = Iterations(1, 99)
@@ -142,7 +144,7 @@ def test_what_runs_and_what_waits_fail_with_the_engine():
     iterations = Iterations(1, 99)
     for turn in range(2):
         output = SchedulerOutput.make_empty()
-        iterations.scheduled(output, 0, turn, 0, 0)
+        iterations.record(Scheduled(output=output, slot=0, turn=turn))
         waits = iterations.enter(output)
     first = iterations.begin(lambda *_: DRAWN)
     assert iterations.begin(lambda *_: DRAWN) is None
@@ -170,7 +172,7 @@ def test_drafts_that_are_in_flight():
 def test_what_is_said_of_a_prompt_reaches_vllm():
     work = Work(request_ids=["a", "b"], prompt_logprobs=("a",))
     iteration = begin(Iterations(3, 9), work)
-    iteration.report = IterationReport(
+    iteration.answers.report = IterationReport(
         iteration=0, prompt_logprobs={"a": "likely"}, prompt_scores={"b": "named"}
     )
     found = build_output(iteration)
@@ -205,7 +207,7 @@ def test_an_output_has_every_row_of_a_request_in_order_and_its_own_logprobs():
     }
     more = {"logprobs": list(likely.values()), "drafts": [(3, int32_bytes([7, 0]))]}
     first = Sampled(0, int32_bytes([0, 2, 3]), int32_bytes([5, 0, -1]), **more)
-    iteration.tokens = [first, sampled(1, 0)]
+    iteration.answers.tokens = [first, sampled(1, 0)]
     found = build_output(iteration)
     assert found.sampled_token_ids == [[], [0], [5, 0]]
     assert (found.req_ids, found.req_id_to_index) == (
@@ -218,8 +220,8 @@ def test_an_output_has_every_row_of_a_request_in_order_and_its_own_logprobs():
     assert both.sampled_token_ranks.tolist() == [1, 2]
     assert found.logprobs.slice_request(2, 1).logprob_token_ids.tolist() == [[5, 9]]
     assert found.logprobs.slice_request(0, 0) is None
-    assert iteration.drafts == {"a": [7, 0]}
-    assert not iteration.errors
+    assert iteration.outcome.drafts == {"a": [7, 0]}
+    assert not iteration.outcome.errors
 
 
 def test_requests_without_a_token_are_errors_of_their_own():
@@ -229,7 +231,7 @@ def test_requests_without_a_token_are_errors_of_their_own():
     iterations.deliver(0, tokens=[bad, sampled(1, -1, [(1, "NaN")])])
     output = build_output(iteration)
     assert output.sampled_token_ids == [[], [], []]
-    assert iteration.errors == {"a": "bad", "c": "NaN"}
+    assert iteration.outcome.errors == {"a": "bad", "c": "NaN"}
 
 
 class Watched:
@@ -262,7 +264,7 @@ def test_a_stage_that_does_not_answer_while_work_is_late_is_a_stall(monkeypatch)
 
     assert turn() == (5.0, 0, [False])
     iteration = begin(watched.iterations)
-    iteration.began = now
+    iteration.begun = replace(iteration.begun, began=now)
     assert turn()[1:] == (0, [False])
     now += 4.5
     assert turn()[1:] == (0, [False])
@@ -300,13 +302,17 @@ def test_any_other_call_may_take_as_long_as_its_workers_answer():
     assert "stage1.0 does not answer" in str(watched.errors[0])
 
 
+def make_older(iteration, seconds):
+    iteration.begun = replace(iteration.begun, began=iteration.began - seconds)
+
+
 def test_a_stall_says_what_each_worker_does():
     watched = Watched()
     iterations, watch, errors = watched.iterations, watched.watch, watched.errors
     assert watch.turn() > 0
-    begin(iterations).began -= 99.0
+    make_older(begin(iterations), 99.0)
     assert 0 < watch.turn() < 2
-    iterations.oldest().began -= 2.0
+    make_older(iterations.oldest(), 2.0)
     assert watched.asked == 1  # as it was late
     watch.turn()
     assert watched.asked == 2

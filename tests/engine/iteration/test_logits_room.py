@@ -67,10 +67,10 @@ def begin(iterations, count):
 
 def test_an_iteration_has_its_rows_until_it_leaves():
     iterations = Iterations(3, 8)
-    assert [begin(iterations, count).logits_row for count in (3, 0, 2)] == [0, -1, 3]
+    assert [begin(iterations, count).begun.logits_row for count in (3, 0, 2)] == [0, -1, 3]
     iterations.leave(iterations.deliver(0, tokens={}))
-    assert begin(iterations, 3).logits_row == 0
-    assert begin(iterations, 3).logits_row == 5
+    assert begin(iterations, 3).begun.logits_row == 0
+    assert begin(iterations, 3).begun.logits_row == 5
 
 
 @pytest.mark.parametrize("end", ["drawn", "failed"])

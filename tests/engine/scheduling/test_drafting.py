@@ -119,16 +119,15 @@ def taken(
     work = Work(step=Step(0, grammar=forced is not None), sampled=["0", "0", "0", "1"])
     iteration = SimpleNamespace(
         work=work,
-        tokens=[tokens],
-        drafts=drafts or {},
-        errors=errors or {},
+        answers=SimpleNamespace(tokens=[tokens]),
+        outcome=SimpleNamespace(drafts=drafts or {}, errors=errors or {}),
         number=0,
         output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
     )
     speculative = Speculation(scheduler, told or controller())
     speculative._forced = Forced(forced or {})
     if broken:
-        del iteration.errors
+        del iteration.outcome.errors
     speculative.take(iteration)
 
 

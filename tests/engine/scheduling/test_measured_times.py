@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
-from sipipe.engine.iteration.iterations import Iteration
+from sipipe.engine.iteration.iteration import NOT_BEGUN, Iteration, Scheduled
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.scheduling.times import COLD, Load
 from sipipe.observe.live import LivePage, PageHeader
@@ -41,7 +42,8 @@ class Processes:
     def expect(self, number, batch, pairs=0.0):
         """An iteration of ``batch`` decoding sequences, or of as many prompt tokens, is dispatched."""
         load = Load(1, 0, batch, 0, pairs) if pairs else Load(1, batch)
-        self.times.expect(Iteration(None, number=number, load=load))
+        begun = replace(NOT_BEGUN, number=number)
+        self.times.expect(Iteration(Scheduled(output=None, load=load), begun))
 
 
 @pytest.fixture

@@ -611,7 +611,7 @@ def test_blocks_are_zeroed_for_who_has_them_next_once_a_request_has_failed(confi
     engine.scheduler.finish_requests("good", RequestStatus.FINISHED_ABORTED)
     bad = schedule("bad")
     assert good.new_block_ids_to_zero is bad.new_block_ids_to_zero is None
-    iterations._scheduled[id(bad)].errors["bad"] = "the model's logits hold NaN"
+    iterations._scheduled[id(bad)].outcome.errors["bad"] = "the model's logits hold NaN"
     update(bad, "bad", [])
     assert not engine.scheduler.requests
     after = schedule("next")

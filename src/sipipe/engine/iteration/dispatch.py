@@ -19,7 +19,8 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from sipipe.engine.iteration.bus import Bus
-from sipipe.engine.iteration.iterations import Iteration, Iterations
+from sipipe.engine.iteration.iteration import Iteration
+from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
@@ -84,7 +85,7 @@ class Dispatcher:
                     return
                 number, iteration = planned
                 parts = [b"", *out_of_band(iteration.output)]
-                self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot or 0)
+                self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot)
             finally:
                 self._bus.order.release()
             # Once more: whoever brought its tokens meanwhile has found the order taken, and left.
@@ -98,8 +99,10 @@ class Dispatcher:
         work = iteration.work
         if work.samplers:
             self._gather.expect(iteration.number, work.samplers)
-        began = iteration.published = time.monotonic_ns()
-        if iteration.planned:
+        began = time.monotonic_ns()
+        # The wait for its tokens may begin before this thread runs again behind the publishing.
+        iteration.on_bus.published_ns = began
+        if iteration.on_bus.planned:
             tokens = iteration.output.scheduled_cached_reqs.new_token_ids
             parts = [int32_bytes(list(chain.from_iterable(tokens)))]
         else:
@@ -108,15 +111,19 @@ class Dispatcher:
             Kind.SCHEDULE,
             iteration.number,
             [encode(work.step), *parts],
-            slot=iteration.slot or 0,
-            logits=(iteration.logits_row, len(work.sampled)),
+            slot=iteration.slot,
+            logits=(iteration.begun.logits_row, len(work.sampled)),
         )
-        iteration.published = time.monotonic_ns()
-        if iteration.scheduled is not None:
-            self._telemetry.record(Phase.SCHEDULE, iteration, *iteration.scheduled)
-        self._telemetry.record(Phase.DISPATCH, iteration, began, iteration.published)
+        published = time.monotonic_ns()
+        iteration.on_bus.published_ns = published
+        scheduled = iteration.scheduled
+        if scheduled.ended_ns:
+            self._telemetry.record(
+                Phase.SCHEDULE, iteration, scheduled.began_ns, scheduled.ended_ns
+            )
+        self._telemetry.record(Phase.DISPATCH, iteration, began, published)
         self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
-        if iteration.asked:
+        if iteration.on_bus.bitmask_given:
             self._send_grammar(iteration)
 
     def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
@@ -124,11 +131,14 @@ class Dispatcher:
         iteration = self._last
         assert iteration is not None, "sample_tokens without execute_model"
         with self._bus.order:
-            iteration.asked, iteration.bitmask = True, output
+            on_bus = iteration.on_bus
+            on_bus.bitmask_given = True
+            on_bus.bitmask = output
             if iteration.number >= 0:
                 self._send_grammar(iteration)
-            elif output is not None:  # sent behind the iteration; vLLM uses the array again
-                iteration.bitmask = replace(output, grammar_bitmask=output.grammar_bitmask.copy())
+            elif output is not None:
+                # It is sent behind the iteration, and vLLM uses the array again before that.
+                on_bus.bitmask = replace(output, grammar_bitmask=output.grammar_bitmask.copy())
         self._telemetry.poll()
         return iteration.future
 
@@ -137,11 +147,12 @@ class Dispatcher:
         if not work.step.grammar:
             return
         if work.samplers:
-            iteration.grammar = self._tracker.grammar(iteration.number, iteration.bitmask)
-            parts = [encode(iteration.grammar)]
+            grammar = self._tracker.grammar(iteration.number, iteration.on_bus.bitmask)
+            iteration.on_bus.grammar = grammar
+            parts = [encode(grammar)]
         else:  # vLLM's sampler draws, on the last stage
-            parts = [b"", *out_of_band(iteration.bitmask)]
-        self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=iteration.slot or 0)
+            parts = [b"", *out_of_band(iteration.on_bus.bitmask)]
+        self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=iteration.slot)
 
 
 def _says_something(output: SchedulerOutput) -> bool:

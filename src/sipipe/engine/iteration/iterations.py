@@ -1,4 +1,4 @@
-"""One record for each scheduling output, from the scheduler until its result has been taken in.
+"""Table of the iterations of an engine, from the scheduler until their results have been taken in.
 
 Who runs here
     The engine thread schedules, enters and finishes iterations; the gather thread and the events
@@ -19,99 +19,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import ClassVar
 
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from sipipe.engine.iteration.iteration import Begun, Iteration, Scheduled
 from sipipe.engine.iteration.logits_room import LogitsRoom
 from sipipe.engine.iteration.work import Work
-from sipipe.engine.scheduling.times import Load
 from sipipe.messages.replies import IterationReport, KVReport
-from sipipe.messages.step import Grammar, Sampled
-
-
-@dataclass(slots=True, eq=False)
-class Iteration:
-    """What is known of one iteration."""
-
-    output: SchedulerOutput
-    slot: int | None = None
-    """The microbatch that it is a turn of; the scheduler's, or number mod m."""
-    turn: int = 0
-    """Which turn of all slots it is, empty ones counted; 0 of a scheduler that is not ours."""
-    load: Load = field(default_factory=Load)
-    """What is in it, if the scheduler is ours."""
-    scheduled: tuple[int, int] | None = None
-    """When its scheduling began and ended, in monotonic nanoseconds, if the scheduler is ours."""
-    number: int = -1
-    """Counted from 0 as iterations are published; -1 before."""
-    planned: bool = False
-    """Workers have it, but for its tokens."""
-    work: Work = field(default_factory=Work)
-    logits_row: int = -1
-    """Where its rows of BIC-L begin; -1: it has none."""
-    began: float = 0.0
-    """When it was numbered, in seconds of ``now``; the stall bound counts from here."""
-    published: int = 0
-    """When it was on BIC-I, in monotonic nanoseconds; the wait for its tokens begins then."""
-    asked: bool = False
-    """Whether EngineCore has asked for its tokens, and brought ..."""
-    bitmask: GrammarOutput | None = None
-    """... what structured output allows."""
-    grammar: Grammar | None = None
-    tokens: Sequence[Sampled] | None = None
-    """What samplers drew, of all of them; None while it is out."""
-    report: IterationReport | None = None
-    """What the last stage says; None while that is out."""
-    movers: int = 0
-    """Workers that say what their KV connectors have done; 0 without a connector."""
-    moved: dict[int, KVConnectorOutput | None] = field(default_factory=dict)
-    """That, by rank."""
-    complete: bool = False
-    """All is in."""
-    errors: dict[str, str] = field(default_factory=dict)
-    """Requests that fail with this iteration, and why."""
-    drafts: dict[str, list[int]] = field(default_factory=dict)
-    """What samplers propose to come behind its tokens."""
-    future: Future[ModelRunnerOutput] = field(default_factory=Future)
-    may_be_long: ClassVar[bool] = False
-    """The stall bound holds, whatever the workers say."""
-
-    def __str__(self) -> str:
-        return f"iteration {self.number} waits for {self.late}"
-
-    @property
-    def rows(self) -> int:
-        """Of logits, at most: one for each request, and one for each draft."""
-        drafts = self.output.scheduled_spec_decode_tokens.values()
-        return len(self.output.num_scheduled_tokens) + sum(map(len, drafts))
-
-    @property
-    def late(self) -> str:
-        """What the iteration waits for; empty when it is complete."""
-        missing, work = [], self.work
-        told = work.prompt_logprobs or work.on_device or not work.samplers
-        if self.report is None and told and work.request_ids:
-            missing.append("the last stage")
-        if len(self.moved) < self.movers:
-            missing.append("the KV connectors of all workers")
-        if self.tokens is None and work.samplers:
-            missing.append("samplers " + ", ".join(map(str, work.samplers)))
-        return " and ".join(missing)
+from sipipe.messages.step import Sampled
 
 
 class Iterations:
-    """The iterations of one engine, shared by its scheduler and its executor. ``slots``:
-    microbatches in flight, m. ``rows``: of BIC-L. ``now``: the clock of the stall bound.
-    ``movers``: workers with a KV connector."""
+    """The iterations of one engine, shared by its scheduler and its executor."""
 
     def __init__(
         self, slots: int, rows: int, now: Callable[[], float] = time.monotonic, movers: int = 0
     ) -> None:
+        """Make an empty table.
+
+        Args:
+            slots: microbatches in flight, m.
+            rows: rows of BIC-L.
+            now: clock of the stall bound, in seconds.
+            movers: workers with a KV connector.
+        """
         self._movers = movers
         self._slots = slots
         self._now = now
@@ -126,26 +59,27 @@ class Iterations:
         self._waiting: deque[Iteration] = deque()
         """Entered, and not begun."""
         self._in_flight: dict[int, Iteration] = {}
-        self._next = self._turn = 0
+        self._next = 0
+        """Number of the iteration that begins next."""
+        self._turn = 0
+        """Turn of the iteration that entered last."""
         self._failure: BaseException | None = None
 
     def __len__(self) -> int:
-        """How many are in flight: begun, and not left."""
+        """Number of iterations in flight: begun, and not left."""
         return len(self._in_flight)
 
     def drafts(self) -> int:
         """Rows of drafts that are in flight, or wait."""
         with self._lock:
             out = [*self._in_flight.values(), *self._waiting]
-        return sum(one.rows - len(one.output.num_scheduled_tokens) for one in out)
+        return sum(iteration.scheduled.drafts for iteration in out)
 
-    def scheduled(
-        self, output: SchedulerOutput, slot: int | None, turn: int, began: int, ended: int
-    ) -> Iteration:
-        """The scheduler made ``output``: its record."""
-        iteration = Iteration(output, slot, turn, scheduled=(began, ended))
+    def record(self, scheduled: Scheduled) -> Iteration:
+        """Make the record of an output that the scheduler has made; the engine thread."""
+        iteration = Iteration(scheduled)
         with self._lock:
-            self._scheduled[id(output)] = iteration
+            self._scheduled[id(scheduled.output)] = iteration
         return iteration
 
     def enter(self, output: SchedulerOutput) -> Iteration:
@@ -154,41 +88,61 @@ class Iterations:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
             # Without tokens it has no record, and no turn but that of the one before.
-            iteration = self._scheduled.get(id(output)) or Iteration(output, turn=self._turn)
-            self._turn = iteration.turn
+            iteration = self._scheduled.get(id(output))
+            if iteration is None:
+                iteration = Iteration(Scheduled(output=output, turn=self._turn))
+            self._turn = iteration.scheduled.turn
             self._waiting.append(iteration)
         return iteration
 
     def begin(
         self, follow: Callable[[int, SchedulerOutput], Work], short: bool = False
     ) -> Iteration | None:
-        """Number the first of those that wait, if its time has come: the turn of its slot before it
-        has left, and there is room for its logits, which is so but where requests were aborted in
-        flight and others took their places. ``follow`` says what it asks of samplers. None: not yet;
-        with ``short`` also where new requests bring prompts and images."""
+        """Begin the first of those that wait, if its time has come.
+
+        Its time has come when the turn of its slot before it has left, and there is room for its
+        logits; that is so but where requests were aborted in flight and others took their places.
+
+        Args:
+            follow: makes the work of samplers and workers from number and scheduling output.
+            short: leave out those whose new requests bring prompts and images, which take time.
+
+        Returns the iteration, or None: none waits, or it is not yet time.
+        """
         with self._lock:
             if not self._waiting or not self._may_begin():
                 return None
             if short and self._waiting[0].output.scheduled_new_reqs:
                 return None
             iteration = self._waiting.popleft()
-            iteration.number, self._next = self._next, self._next + 1
-            if iteration.slot is None:
-                iteration.slot = iteration.number % self._slots
-            iteration.began, iteration.movers = self._now(), self._movers
-            iteration.work = follow(iteration.number, iteration.output)
-            iteration.logits_row = self._room.take(iteration.number, len(iteration.work.sampled))
-            self._in_flight[iteration.number] = iteration
+            number = self._next
+            self._next += 1
+            slot = iteration.scheduled.slot
+            began = self._now()
+            work = follow(number, iteration.output)
+            iteration.begun = Begun(
+                number=number,
+                slot=number % self._slots if slot is None else slot,
+                work=work,
+                logits_row=self._room.take(number, len(work.sampled)),
+                movers=self._movers,
+                began=began,
+            )
+            self._in_flight[number] = iteration
         return iteration
 
     def plan(self) -> tuple[int, Iteration] | None:
-        """The first of those that wait, and its number to be: from now on it is planned."""
+        """Plan the first of those that wait; returns its number to be and the iteration, or None:
+        none waits, it is planned already, or it does more than decode."""
         with self._lock:
-            if not self._waiting or (first := self._waiting[0]).planned:
+            if not self._waiting:
                 return None
-            if first.slot is None or not only_decodes(first.output):
+            first = self._waiting[0]
+            if first.on_bus.planned or first.scheduled.slot is None:
                 return None
-            first.planned = True
+            if not only_decodes(first.output):
+                return None
+            first.on_bus.planned = True
             return self._next, first
 
     def wait_for_first(self) -> bool:
@@ -199,8 +153,9 @@ class Iterations:
             return bool(self._waiting)
 
     def _may_begin(self) -> bool:
-        first, oldest = self._waiting[0], next(iter(self._in_flight.values()), None)
-        if oldest is not None and first.turn - oldest.turn >= self._slots:
+        first = self._waiting[0].scheduled
+        oldest = next(iter(self._in_flight.values()), None)
+        if oldest is not None and first.turn - oldest.scheduled.turn >= self._slots:
             return False
         return self._room.find(first.rows) is not None
 
@@ -214,15 +169,19 @@ class Iterations:
     ) -> Iteration | None:
         """Take in what came; returns the iteration if it is complete with that."""
         with self._lock:
-            if (iteration := self._in_flight.get(number)) is None:
+            iteration = self._in_flight.get(number)
+            if iteration is None:
                 return None  # failed meanwhile
-            iteration.tokens = tokens if tokens is not None else iteration.tokens
-            iteration.report = report if report is not None else iteration.report
+            answers = iteration.answers
+            if tokens is not None:
+                answers.tokens = tokens
+            if report is not None:
+                answers.report = report
             if moved is not None:
-                iteration.moved[moved.rank] = moved.output
-            if iteration.late or iteration.complete:
+                answers.moved[moved.rank] = moved.output
+            if iteration.late or answers.complete:
                 return None
-            iteration.complete = True
+            answers.complete = True
             return iteration
 
     def leave(self, iteration: Iteration) -> None:
@@ -244,7 +203,7 @@ class Iterations:
             return [
                 iteration
                 for iteration in self._in_flight.values()
-                if sampler in iteration.work.samplers and iteration.tokens is None
+                if sampler in iteration.work.samplers and iteration.answers.tokens is None
             ]
 
     def oldest(self) -> Iteration | None:
@@ -268,7 +227,7 @@ class Iterations:
 
 
 def only_decodes(output: SchedulerOutput) -> bool:
-    """Whether it has one token of each request, all of them in others before, in their order."""
+    """Say if ``output`` has one token of each request, all known before, in their order."""
     known = output.scheduled_cached_reqs.req_ids
     return (
         not output.scheduled_new_reqs

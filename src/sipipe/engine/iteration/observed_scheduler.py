@@ -4,6 +4,7 @@ stage times by which it decides how many microbatches to form."""
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vllm import outputs
@@ -15,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from sipipe.best_effort import BestEffort
+from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.kv_loads import KVLoads
 from sipipe.engine.iteration.requests import RequestTracker
@@ -87,12 +89,11 @@ class ObservedScheduler:
         if self._kv_loads is not None:
             output.kv_loads = self._kv_loads.take()
         if output.total_num_scheduled_tokens:
-            slot, turn = (
-                (self.slot, self.turn) if isinstance(self, PipelineScheduler) else (None, 0)
-            )
-            iteration = self.iterations.scheduled(output, slot, turn, began, time.monotonic_ns())
-            if self._times is not None and isinstance(self, PipelineScheduler):
-                iteration.load = self.load
+            scheduled = Scheduled(output=output, began_ns=began, ended_ns=time.monotonic_ns())
+            if isinstance(self, PipelineScheduler):
+                scheduled = replace(scheduled, slot=self.slot, turn=self.turn, load=self.load)
+            iteration = self.iterations.record(scheduled)
+            if self._times is not None:
                 self._times.expect(iteration)
             for new in output.scheduled_new_reqs:  # a preempted one is new once more
                 if new.sampling_params and not self.requests[new.req_id].num_output_tokens:  # type: ignore[attr-defined]
@@ -104,7 +105,7 @@ class ObservedScheduler:
     ) -> Any:
         self.go_on()
         iteration = self.iterations.finish(scheduler_output)
-        errors = iteration.errors if iteration is not None else {}
+        errors = iteration.outcome.errors if iteration is not None else {}
         refused = self._refused()
         if errors:
             # vLLM's own way to finish requests with an error from within an update.

@@ -21,7 +21,8 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from sipipe.engine.iteration.iterations import Iteration, Iterations
+from sipipe.engine.iteration.iteration import Iteration
+from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
 from sipipe.ipc.errors import ChannelClosed
@@ -83,13 +84,13 @@ class Resolver:
         if iteration is None:
             return
         output = build_output(iteration)
-        if iteration.movers:
+        if iteration.begun.movers:
             output = self._join(output, iteration)
         drawn = sum(map(len, output.sampled_token_ids))
         # A pooling model has no tokens.
         by_request = zip(output.req_ids, output.sampled_token_ids, strict=False)
         # What fails has no token; where it is scheduled once more already, some token must be there.
-        fillers = ((request_id, [0]) for request_id in iteration.errors)
+        fillers = ((request_id, [0]) for request_id in iteration.outcome.errors)
         self._tracker.record(iteration.number, chain(by_request, fillers))
         self._iterations.leave(iteration)
         try:
@@ -98,16 +99,18 @@ class Resolver:
             self._fail(error)
         with self._joining:
             now = time.monotonic_ns()
-            self._telemetry.record(Phase.GATHER, iteration, iteration.published, now, tokens=drawn)
+            self._telemetry.record(
+                Phase.GATHER, iteration, iteration.on_bus.published_ns, now, tokens=drawn
+            )
         with suppress(InvalidStateError):
             iteration.future.set_result(output)
 
     def _join(self, output: ModelRunnerOutput, iteration: Iteration) -> ModelRunnerOutput:
         """``output`` with what all workers' KV connectors say."""
         assert self.aggregator is not None, "vLLM makes it before the first iteration"
-        said = [iteration.moved[rank] for rank in range(iteration.movers)]
-        others = [ModelRunnerOutput.with_kv_conn_output_only(one) for one in said[:-1]]
-        output.kv_connector_output = said[-1]
+        moved = [iteration.answers.moved[rank] for rank in range(iteration.begun.movers)]
+        others = [ModelRunnerOutput.with_kv_conn_output_only(one) for one in moved[:-1]]
+        output.kv_connector_output = moved[-1]
         with self._joining:
             joined = self.aggregator.aggregate([*others, output], output_rank=len(others))
         assert joined is not None
@@ -132,15 +135,17 @@ class SampledLogprobs:
 
 
 def build_output(iteration: Iteration) -> ModelRunnerOutput:
-    """The output of a complete iteration, and with it what fails: ``iteration.errors``. A request
+    """The output of a complete iteration, and with it what fails: ``outcome.errors``. A request
     whose logits have no distribution, or which no sampler can draw for, gets no token."""
-    work, report = iteration.work, iteration.report
+    work = iteration.work
+    report = iteration.answers.report
+    outcome = iteration.outcome
     if report is not None and report.output is not None:
         return report.output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
     logprobs: dict[int, list[LogprobsLists]] = {}
-    for part in iteration.tokens or ():
+    for part in iteration.answers.tokens or ():
         rows = int32_view(part.rows).tolist()
         for row, token in zip(rows, int32_view(part.tokens).tolist(), strict=True):
             if token >= 0:
@@ -150,15 +155,15 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             found = LogprobsLists(token_ids[None, :], values[None, :], np.asarray([lp.rank]), None)
             logprobs.setdefault(index[work.sampled[lp.row]], []).append(found)
         for row, reason in part.errors:
-            iteration.errors[work.sampled[row]] = reason
+            outcome.errors[work.sampled[row]] = reason
         for row, drafts in part.drafts:
-            iteration.drafts[work.sampled[row]] = int32_view(drafts).tolist()
+            outcome.drafts[work.sampled[row]] = int32_view(drafts).tolist()
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
 
     def told(scores: Any) -> dict[str, Any]:
         """By request; the scheduler takes none of one that fails."""
-        return {of: value for of, value in dict(scores).items() if of not in iteration.errors}
+        return {of: value for of, value in dict(scores).items() if of not in outcome.errors}
 
     return ModelRunnerOutput(
         req_ids=work.request_ids,

@@ -101,9 +101,12 @@ class StallWatch:
         silent = len(self._answers) < len(self._workers)
         if silent and now < self._answers_until:
             return min(LONGEST_SLEEP, self._answers_until - now)
-        if oldest.may_be_long and not silent:
-            # All live: look again when the bound has passed once more.
-            oldest.began, self._answers_until = self._clock.now(), None
+        call = self._calls.oldest()
+        if call is not None and call is oldest and not silent:
+            # All workers live, and only the caller knows how long it takes: look again when the
+            # bound has passed once more.
+            call.began = self._clock.now()
+            self._answers_until = None
             return LONGEST_SLEEP
         doing = "; ".join(f"{w} {self._answers.get(w, 'does not answer')}" for w in self._workers)
         more = 'Raise "stall_timeout" in the sipipe config if this may take so long'

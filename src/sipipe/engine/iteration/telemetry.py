@@ -13,7 +13,7 @@ import msgspec
 import vllm
 
 from sipipe.best_effort import BestEffort
-from sipipe.engine.iteration.iterations import Iteration
+from sipipe.engine.iteration.iteration import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.setup.record import Setup
 from sipipe.messages.start_records import Watched
@@ -91,7 +91,8 @@ class Telemetry(Figures):
     ) -> None:
         """One phase of an iteration on the engine's side, in monotonic nanoseconds. Of what was
         gathered the batch is in rows, as stages have it; else in requests."""
-        work, slot = iteration.work, iteration.slot or 0
+        work = iteration.work
+        slot = iteration.slot
         rows = len(work.sampled) if phase == Phase.GATHER else 0
         batch = max(len(work.request_ids), rows)
         self._recorder.record(phase, iteration.number, slot, began, ended, batch, tokens)

@@ -30,7 +30,7 @@ from operator import sub
 from typing import NamedTuple
 
 from sipipe.best_effort import BestEffort
-from sipipe.engine.iteration.iterations import Iteration
+from sipipe.engine.iteration.iteration import Iteration
 from sipipe.engine.scheduling.times import (
     ENOUGH,
     OUTLIER,
@@ -218,7 +218,7 @@ class MeasuredTimes:
             load, ended = Load(), process.ended
             for _ in range(taken.batches):  # one that ends just now is counted by the next poll
                 if coming and 0 <= coming[0].number < ended:
-                    load = load.plus(coming.popleft().load)
+                    load = load.plus(coming.popleft().scheduled.load)
             loads.append(load)
             self._decodes &= taken.sequences == taken.tokens
         decodes = stages + [process.take() for process in self._projections]

@@ -37,7 +37,7 @@ from sipipe.messages.start_records import NGramSettings, SuffixSettings
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
-    from sipipe.engine.iteration.iterations import Iteration
+    from sipipe.engine.iteration.iteration import Iteration
     from sipipe.engine.scheduling.concurrency import ConcurrencyController
 
 MOST = 16
@@ -189,9 +189,9 @@ class Speculation(NoSpeculation):
     def _take(self, iteration: Iteration) -> None:
         drafts = iteration.output.scheduled_spec_decode_tokens
         if rows := len(iteration.work.sampled):
-            drawn = sum(len(part.tokens) for part in iteration.tokens or ()) // _INT32
+            drawn = sum(len(part.tokens) for part in iteration.answers.tokens or ()) // _INT32
             offered = sum(map(len, drafts.values()))
-            requests = rows - offered - len(iteration.errors)  # which get no token
+            requests = rows - offered - len(iteration.outcome.errors)  # which get no token
             if requests > 0:
                 self._each += RATE * (drawn / requests - self._each)
             if self._controller is not None:
@@ -202,7 +202,7 @@ class Speculation(NoSpeculation):
             self._live.add(Word.DRAFTS, offered)
             self._live.add(Word.ACCEPTED, max(0, drawn - requests))
             self._live.add(Word.DRAFTED, len(drafts))
-        found = iteration.drafts
+        found = iteration.outcome.drafts
         if iteration.work.step.grammar and self._right > self._scheduler.tracker.worth:
             most = self._scheduler.num_spec_tokens
             for request_id in dict.fromkeys(iteration.work.sampled):
