@@ -97,7 +97,7 @@ def test_an_iteration_begins_when_its_slots_last_turn_has_left():
     assert iterations.begin(follow).scheduled.turn == 3
     assert iterations.begin(follow) is None
     iterations.leave(last)
-    assert iterations.begin(follow).turn == 4
+    assert iterations.begin(follow).scheduled.turn == 4
     assert [call.args for call in follow.call_args_list] == list(enumerate(outputs.values()))
 
 
