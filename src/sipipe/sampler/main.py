@@ -190,15 +190,15 @@ class Sampler:
         """
         one_by_one = step.iteration <= self._owed
         owned = RowsOfStep.owned_by(self._index, step)
-        rows = owned.select(self._is_known(owned)) if one_by_one else owned
+        rows = owned.subset(self._is_known(owned)) if one_by_one else owned
         broken = self._is_broken(rows)
-        errors = self._errors_of(rows.select(broken))
-        rows = rows.select(~broken)
+        errors = self._errors_of(rows.subset(broken))
+        rows = rows.subset(~broken)
         bitmask = bitmask_of(grammar)
         if grammar is not None and bitmask is not None:
             rows = rows.restricted_by(grammar)
         shares = self._columns.shares(rows.handles, 0 if one_by_one else FRAME_LOGPROBS)
-        parts = [rows.select(share) for share in shares]
+        parts = [rows.subset(share) for share in shares]
         # What needs no logits is done while they are computed; not where requests are tried one_by_one: a
         # death while this sampler waits for logits is no request's doing.
         draw = None if one_by_one else self._prepare(parts[0], bitmask)

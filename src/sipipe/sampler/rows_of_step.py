@@ -46,8 +46,8 @@ class RowsOfStep:
             bitmask_rows=np.full(len(rows), NO_MASK, np.int32),
         )
 
-    def select(self, which: npt.NDArray[Any] | Sequence[bool]) -> RowsOfStep:
-        """Select rows by a mask or by indices."""
+    def subset(self, which: npt.NDArray[Any] | Sequence[bool]) -> RowsOfStep:
+        """Take the rows that a mask or indices choose."""
         which = np.asarray(which)
         return RowsOfStep(
             rows=self.rows[which],
