@@ -108,6 +108,8 @@ vllm.sampling_params:SamplingParams._validate_spec_decode(self, speculative_conf
 vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding(self)
 vllm.v1.core.sched.scheduler:Scheduler.get_request_counts(self)
 vllm.v1.core.sched.scheduler:Scheduler.add_request(self, request)
+vllm.v1.core.sched.scheduler:Scheduler.get_num_unfinished_requests(self)
+vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request(self, request)
 # What a client is told of a request that fails, and what its seed comes from.
 vllm.v1.engine.async_llm:AsyncLLM.generate
 vllm.v1.utils:shutdown(procs, timeout)
@@ -196,7 +198,7 @@ vllm.v1.core.kv_cache_manager:KVCacheManager: coordinator empty_kv_cache_blocks 
 vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator: single_type_managers
 vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager: _record_new_block_ids
     block_size num_cached_block block_pool
-vllm.v1.request:Request: next_decode_eligible_step num_tokens_with_spec num_output_placeholders
+vllm.v1.request:Request: resumable streaming_queue client_index prompt_token_ids next_decode_eligible_step num_tokens_with_spec num_output_placeholders
     num_computed_tokens is_prefill_chunk spec_token_ids num_tokens lora_request status request_id
 vllm.v1.core.sched.output:SchedulerOutput: scheduled_new_reqs scheduled_cached_reqs
     num_scheduled_tokens finished_req_ids total_num_scheduled_tokens

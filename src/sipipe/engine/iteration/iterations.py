@@ -192,6 +192,15 @@ class Iterations:
             self._in_flight.pop(iteration.number, None)
             self._left.notify_all()
 
+    def outputs_with(self, request_id: str) -> list[SchedulerOutput]:
+        """Scheduling outputs that a request is in and whose results have not been taken in."""
+        with self._lock:
+            return [
+                iteration.output
+                for iteration in self._scheduled.values()
+                if request_id in iteration.output.num_scheduled_tokens
+            ]
+
     def finish(self, output: SchedulerOutput) -> Iteration | None:
         """The scheduler takes the result of ``output`` in: the record goes."""
         with self._lock:

@@ -20,6 +20,7 @@ from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.kv_loads import KVLoads
 from sipipe.engine.iteration.requests import RequestTracker
+from sipipe.engine.iteration.session_scheduler import SessionScheduler
 from sipipe.engine.iteration.telemetry import Telemetry
 from sipipe.engine.scheduling.compilations import (
     INVALID,
@@ -39,7 +40,7 @@ NOTHING_LEFT = "no token is left to sample"
 """How a sampler begins to say that every logit is masked (:mod:`sipipe.sampler.result`)."""
 
 
-class ObservedScheduler:
+class ObservedScheduler(SessionScheduler):
     """Mixin; use :func:`observed`. Runs on the engine's thread only."""
 
     iterations: Iterations
@@ -77,7 +78,7 @@ class ObservedScheduler:
 
     def add_request(self, request: Request) -> None:
         self.tracker.arrived(request.request_id)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
@@ -122,9 +123,7 @@ class ObservedScheduler:
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
             self._watching(None, self._time_first_tokens, model_runner_output)
-        result = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        result = super().update_from_output(scheduler_output, model_runner_output)
         if iteration is not None:
             self._speculation.take(iteration)
         reasons = errors | refused

@@ -279,15 +279,23 @@ def tell_clients_why() -> None:
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     from sipipe.engine.scheduling.compilations import INVALID
+    from sipipe.engine.start.sessions import checked_turns, ends_session, is_session
 
     generate = AsyncLLM.generate
     if getattr(generate, "__sipipe__", False):
         return
 
     @wraps(generate)
-    async def generate_or_raise(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def generate_or_raise(
+        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        session = is_session(prompt)
+        if session:
+            prompt = checked_turns(prompt, sampling_params)
         try:
-            async with aclosing(generate(self, *args, **kwargs)) as outputs:
+            async with aclosing(
+                generate(self, prompt, sampling_params, *args, **kwargs)
+            ) as outputs:
                 async for output in outputs:
                     for sequence in output.outputs:
                         if sequence.finish_reason == "error" and sequence.stop_reason:
@@ -295,6 +303,8 @@ def tell_clients_why() -> None:
                             refused = why.startswith(INVALID)
                             raise VLLMValidationError(why) if refused else GenerationError(why)
                     yield output
+                    if session and ends_session(output):
+                        return
         except EngineGenerateError as error:
             cause = error.__cause__
             if str(error) or cause is None:
