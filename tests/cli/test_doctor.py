@@ -36,9 +36,9 @@ def test_a_machine_with_everything(capsys, vllm):
 
 
 def test_more_workers_than_cores_is_a_warning_and_nothing_says_ok_to_them(capsys, vllm):
-    main(["doctor", "--quick", "--pp", "1000"])
+    assert main(["doctor", "--quick", "--pp", "1000"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any("1000 workers, here are" in line and line.startswith("!!") for line in lines)
+    assert any("1000 workers, here are" in line and line.startswith("no") for line in lines)
     assert not any("1000" in line for line in lines if line.startswith("ok"))
     assert max(map(len, lines)) < 300
 
@@ -200,9 +200,10 @@ def test_what_vllm_would_have_preloaded_is_named(capsys, vllm, monkeypatch):
 def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
     monkeypatch.setattr(doctor, "gpus_here", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])
-    _, found = report(capsys, "--pp", "2")
+    status, found = report(capsys, "--pp", "2")
+    assert status == 1
     assert found["GPU 0"]["text"].startswith("NVIDIA H100")
-    assert found["GPUs"]["state"] == "warning"
+    assert found["GPUs"]["state"] == "error"
     assert "needs 2, here are 1" in found["GPUs"]["text"]
     assert "transport cuda_ipc (untested between GPUs)" in found["pipeline"]["text"]
 

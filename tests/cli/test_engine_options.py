@@ -61,18 +61,18 @@ def test_values_are_what_they_say(argv, settings, rest):
 def test_prompts_come_from_arguments_or_a_file(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\n  two \n", encoding="utf-8")
-    assert generate._prompts([], str(file)) == ["one", "  two "]
+    assert generate._prompts([], generate._read(str(file))) == ["one", "  two "]
     assert generate._prompts(["a", "b"], None) == ["a", "b"]
     with pytest.raises(ConfigError, match="not from both"):
-        generate._prompts(["a"], str(file))
+        generate._prompts(["a"], ["one"])
     with pytest.raises(ConfigError, match=r"cannot read --file .*No such file"):
-        generate._prompts([], str(tmp_path / "none"))
+        generate._read(str(tmp_path / "none"))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        generate._prompts([], str(file))
+        generate._read(str(file))
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
-        generate._prompts([], str(file))
+        generate._read(str(file))
 
 
 @pytest.mark.parametrize(
@@ -358,9 +358,27 @@ def test_an_engine_may_take_as_long_as_its_requests_arrive(started, tmp_path):
     trace.write_text(arrives(3_600_000, 16))  # ms
     with pytest.raises(ConfigError, match="would arrive for 7200000 s"):
         bench.main([*argv, "--trace-file", str(trace)])
-    trace.write_text("{}")
-    with pytest.raises(ConfigError, match=r"--trace-file .*: no such trace: KeyError\('timestamp"):
-        bench.main([*argv, "--trace-file", str(trace)])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "has 0 requests, one a line: fewer than --requests"),
+        (b"{}", "line 1: must be a JSON object with timestamp, input_length and hash_ids"),
+        (b"[1]", "line 1: must be a JSON object"),
+        (b'{"timestamp": "noon", "input_length": 1, "hash_ids": [1]}', "line 1: must be"),
+        (b'{"timestamp": 1%s, "input_length": 1, "hash_ids": [1]}' % (b"0" * 400), "line 1: must"),
+        (b"{bad", "line 1: must be a JSON object"),
+        (b"[" * 100_000, "line 1: must be a JSON object"),
+        (b"\xff", "is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named_with_its_line(started, tmp_path, content, said):
+    trace = tmp_path / "arrivals.jsonl"
+    trace.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--trace-file {trace}.*{said}") as found:
+        bench.main(["m", "--rows", "sipipe", "--requests", "1", "--trace-file", str(trace)])
+    assert "Error" not in str(found.value)
 
 
 def test_drafts_are_for_stock_of_one_stage_too(started):

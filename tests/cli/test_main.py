@@ -68,6 +68,31 @@ def test_version(capsys):
         (["serve", "m", "--cores", '{"stage": []}'], 'did you mean "stages"'),
         (["serve", "m", "--pp", "two"], '--pp: must be a whole number of 1 or more, not "two"'),
         (["generate", "m", "--tp", "0"], "--tp: must be a whole number"),
+        (["generate", "m", "--top-p", "0"], "--top-p: must be a number above 0 and up to 1, not"),
+        (["generate", "m", "--top_p", "2"], "--top-p: must be a number above 0 and up to 1, not"),
+        (["generate", "m", "--min-p", "1.5"], "--min-p: must be a number from 0 to 1"),
+        (["generate", "m", "--temperature", "hot"], "--temperature: must be a number from 0 to 2"),
+        (["generate", "m", "--temperature", "nan"], "--temperature: must be a number from 0 to 2"),
+        (["generate", "m", "--temperature", "-1"], "--temperature: must be a number from 0 to 2"),
+        (
+            ["generate", "m", "--repetition-penalty", "inf"],
+            "--repetition-penalty: must be a number",
+        ),
+        (
+            ["generate", "m", "--presence-penalty", "3"],
+            "--presence-penalty: must be a number from -2",
+        ),
+        (
+            ["generate", "m", "--max-tokens", "0"],
+            "--max-tokens: must be a whole number of 1 or more",
+        ),
+        (["generate", "m", "--top-k", "-2"], "--top-k: must be a whole number of -1 or more"),
+        (
+            ["generate", "m", "--sampling-seed", "x"],
+            "--sampling-seed: must be a whole number of 64",
+        ),
+        (["generate", "m", "--file", "/no/such"], "cannot read --file /no/such: No such file"),
+        (["generate", "m", "--file", "/dev/null"], "/dev/null holds no prompt"),
     ],
 )
 def test_a_mistake_gets_one_line(capsys, arguments, line):

@@ -151,6 +151,10 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --prefix-caching-hash-algo md4 => hash.algo
 --pipeline-paralel-size 2 => pipeline.paralel.size
 --num-samplers 3 => num.samplers
+VLLM_LOG_STATS_INTERVAL=often => VLLM_LOG_STATS_INTERVAL="often": could not convert
+VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=soon => VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="soon": invalid literal
+PROMETHEUS_MULTIPROC_DIR=/no/such => PROMETHEUS_MULTIPROC_DIR="/no/such" is no directory
+PROMETHEUS_MULTIPROC_DIR=/etc/hosts => PROMETHEUS_MULTIPROC_DIR="/etc/hosts" is no directory
 VLLM_PP_LAYER_PARTITION=9,9 => VLLM_PP_LAYER_PARTITION
 VLLM_PP_LAYER_PARTITION=4 => VLLM_PP_LAYER_PARTITION
 VLLM_PP_LAYER_PARTITION=0,4 => VLLM_PP_LAYER_PARTITION: each stage needs a layer
@@ -197,6 +201,15 @@ SERVER = r"""
 [s] --reasoning-parser no-such => reasoning.parser
 [s] --chat-template /no/such.jinja => chat.template
 [s] --tool-call-parser hermess --enable-auto-tool-choice => invalid tool call parser: hermess
+[sv] --middleware no_such.Thing => --middleware no_such.Thing: No module named
+[sv] --middleware thing => --middleware thing: must be MODULE.NAME
+[sv] --middleware os.path.nothing => --middleware os.path.nothing: .*no attribute
+[sv] --middleware os.path.join => --middleware os.path.join is neither a class nor
+[s] --tool-parser-plugin /no/such.py --enable-auto-tool-choice --tool-call-parser mine => --tool-parser-plugin "/no/such.py" cannot be read
+[sv] --ssl-certfile /no/such.pem => --ssl-certfile "/no/such.pem" cannot be read: No such file
+[sv] --ssl-certfile {file} => --ssl-certfile .*file" do not make a certificate
+[sv] --ssl-keyfile {file} => --ssl-keyfile: give its --ssl-certfile too
+[sv] --ssl-ca-certs /no/such.pem => --ssl-ca-certs "/no/such.pem" cannot be read
 [s] --config {file} => --config .*yaml
 [s] --uds '' --port 0x => --port
 [s] --uds {file} => --uds .*file: it is no socket

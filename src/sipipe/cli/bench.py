@@ -302,21 +302,38 @@ def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
 
 def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) -> float:
     """How long the requests of all loads take to arrive. Raises ConfigError: ``trace`` is none."""
-    most = max(count for _, count, *_ in loads)
-    try:
-        lines = Path(trace).read_text("utf-8").splitlines()[:most] if trace else []
-        rows = [json.loads(line) for line in lines]
-        at = [float(row["timestamp"]) for row in rows]
-        if trace and (
-            len(at) < most or any(16 * len(r["hash_ids"]) < r["input_length"] for r in rows)
-        ):
-            raise ValueError("fewer than --requests, or hash_ids of other than 16 tokens")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"bench: --trace-file {trace}: no such trace: {error!r}") from None
+    at = _arrivals(trace, most=max(count for _, count, *_ in loads)) if trace else []
     seconds = sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
     if seconds > LONGEST:
         raise ConfigError(f"bench: requests would arrive for {seconds:.0f} s (timestamps: seconds)")
     return seconds
+
+
+def _arrivals(trace: str, most: int) -> list[float]:
+    """When the first ``most`` requests of a trace arrive, in its own unit. ConfigError: it is none."""
+    wrong = f"bench: --trace-file {trace}"
+    try:
+        lines = Path(trace).read_text("utf-8").splitlines()[:most]
+    except OSError as error:
+        raise ConfigError(f"{wrong} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{wrong} is not UTF-8 text") from None
+    if len(lines) < most:
+        raise ConfigError(f"{wrong} has {len(lines)} requests, one a line: fewer than --requests")
+    arrivals = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            arrivals.append(float(row["timestamp"]))
+            covered = 16 * len(row["hash_ids"]) >= row["input_length"]
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            raise ConfigError(
+                f"{wrong}, line {number}: must be a JSON object with timestamp, input_length and "
+                "hash_ids"
+            ) from None
+        if not covered:
+            raise ConfigError(f"{wrong}, line {number}: hash_ids of other than 16 tokens each")
+    return arrivals
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:

@@ -169,7 +169,7 @@ def _what_sipipe_does(
     if device == "cpu" and workers > cores:
         yield Finding(
             "core plan",
-            "warning",
+            "error" if workers > MOST_WORKERS * cores else "warning",
             f"--pp {stages} --tp {ranks} are {workers} workers, here are {cores} cores: workers "
             f"that share a core wait for each other, --pp {suits[0]} --tp {suits[1]} suits these",
         )
@@ -189,7 +189,7 @@ def _what_sipipe_does(
         yield Finding("binding", "ok", f'VLLM_CPU_OMP_THREADS_BIND="{plan.omp_threads_bind()}"')
     elif len(gpus) < stages * ranks:
         missing = f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
-        yield Finding("GPUs", "warning", missing)
+        yield Finding("GPUs", "error", missing)
     config = SiPipeConfig()
     most = config.resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested between GPUs)"

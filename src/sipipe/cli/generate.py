@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.cli.parser import at_least, checked, make_parser, parse_engine_command
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
@@ -23,7 +23,14 @@ Every engine option of vLLM is taken as well (--dtype, --max-model-len, …).
   sipipe generate MODEL --file prompts.txt --json --temperature 0.8 > answers.jsonl
 """
 
-NUMBERS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = {
+    "top_p": checked(float, "a number above 0 and up to 1", lambda p: 0 < p <= 1),
+    "min_p": at_least(0, float, 1),
+    "repetition_penalty": checked(float, "a number above 0", lambda r: 0 < r < float("inf")),
+    "presence_penalty": at_least(-2, float, 2),
+    "frequency_penalty": at_least(-2, float, 2),
+}
+"""Types with the ranges of vLLM's, whose own check comes after seconds of imports."""
 SAMPLING = (*NUMBERS, "max_tokens", "temperature", "top_k", "seed", "stop", "ignore_eos")
 """The options that are fields of vLLM's ``SamplingParams``, by their names there."""
 
@@ -41,17 +48,23 @@ def main(argv: Sequence[str]) -> int:
     source.add_argument("--chat", action="store_true", help="wrap prompts in the chat template")
     source.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
     sampling = parser.add_argument_group("sampling, as in vLLM's SamplingParams")
-    sampling.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: 64")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
-    for name in NUMBERS:
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X")
-    sampling.add_argument("--top-k", type=int, metavar="K")
-    sampling.add_argument("--sampling-seed", dest="seed", type=int, metavar="S", help="of draws")
+    count = at_least(1, int)
+    warmth = at_least(0, float, 2)
+    most = at_least(-1, int)
+    seed = checked(int, "a whole number of 64 bits", lambda n: -(2**63) <= n < 2**63)
+    sampling.add_argument("--max-tokens", type=count, default=64, metavar="N", help="default: 64")
+    sampling.add_argument("--temperature", type=warmth, default=0.0, metavar="T", help="default: 0")
+    for name, kind in NUMBERS.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    sampling.add_argument("--top-k", type=most, metavar="K")
+    sampling.add_argument("--sampling-seed", dest="seed", type=seed, metavar="S", help="of draws")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     own, settings, rest = parse_engine_command(parser, argv)
     if not rest:
         raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
+    # A file is read before vLLM is imported; which words are prompts, only vLLM's parser can say.
+    lines = _read(own.file) if own.file else None
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -64,30 +77,38 @@ def main(argv: Sequence[str]) -> int:
         rest,
         settings,
         given,
-        prompts=lambda words: _prompts(words, own.file),
+        prompts=lambda words: _prompts(words, lines),
         chat=own.chat,
         show=_show_json if own.json else _show_text,
     )
     return 0 if good else 1
 
 
-def _prompts(words: Sequence[str], file: str | None) -> list[str]:
-    if words and file:
+def _prompts(words: Sequence[str], lines: list[str] | None) -> list[str]:
+    """Prompts of the command line, or ``lines`` of ``--file``, or else of stdin."""
+    if words and lines is not None:
         raise ConfigError("generate: prompts come from the arguments or from --file, not from both")
     if words:
         return list(words)
-    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+    if lines is not None:
+        return lines
+    if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("generate: no prompt: give one as an argument, with --file, or on stdin")
+    return _read("-")
+
+
+def _read(file: str) -> list[str]:
+    """Lines of a file, or of stdin (``-``), that are not empty. Raises ConfigError: there are none."""
     try:
-        if file is None or file == "-":
+        if file == "-":
             text = sys.stdin.read()  # wait: none; whoever writes the prompts, or Ctrl-C
         else:
             text = Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"generate: cannot read --file {file or '-'}: {reason}") from None
+        raise ConfigError(f"generate: cannot read --file {file}: {reason}") from None
     if not (lines := [line for line in text.splitlines() if line.strip()]):
-        raise ConfigError(f"generate: {'stdin' if file in (None, '-') else file} holds no prompt")
+        raise ConfigError(f"generate: {'stdin' if file == '-' else file} holds no prompt")
     return lines
 
 

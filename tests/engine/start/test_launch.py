@@ -525,8 +525,11 @@ def measured_here(name, job, module, timeout):
         (["serve", "MODEL", "--port", PORT], "Address already in use"),
         (["serve", "MODEL", "--trace", "/dev/null/traces"], "trace: cannot write to"),
         (["generate", "MODEL", "--trace", "/dev/null/traces", "hello"], "trace: cannot write to"),
-        (["generate", "MODEL", "--top-p", "2", "hello"], "top_p must be in (0, 1]"),
-        (["generate", "MODEL", "--max-tokens", "0", "hello"], "max_tokens must be at least 1"),
+        (["generate", "MODEL", "--top-p", "2", "hello"], "--top-p: must be a number"),
+        (
+            ["generate", "MODEL", "--max-tokens", "0", "hello"],
+            "--max-tokens: must be a whole number",
+        ),
         (["generate", "MODEL", "--max-tokns", "3", "hello"], "did you mean --max-tokens?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

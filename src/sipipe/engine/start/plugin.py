@@ -37,6 +37,7 @@ def register() -> None:
 
     from sipipe.engine.children.forking import fork_of_vllms
     from sipipe.engine.setup.checkpoint import check_model, check_path
+    from sipipe.engine.start.late_values import check_environment, check_server
 
     create = arg_utils.EngineArgs.create_engine_config
     if getattr(create, "__sipipe__", False):
@@ -71,7 +72,10 @@ def register() -> None:
     @wraps(begin)
     def post_init(self: Any) -> None:
         with _one_line():
-            if not (constants.HF_HUB_OFFLINE and _asks_for_us(self.distributed_executor_backend)):
+            asked = _asks_for_us(self.distributed_executor_backend)
+            if asked:
+                check_environment()  # every door makes these arguments first
+            if not (constants.HF_HUB_OFFLINE and asked):
                 begin(self)
                 return
             check_model(self.model)
@@ -86,6 +90,8 @@ def register() -> None:
             for adapter in (asked and getattr(args, "lora_modules", None)) or ():
                 # vLLM looks when the engine has started.
                 check_path(os.path.expanduser(adapter.path), f"--lora-modules {adapter.name}")
+            if asked:
+                check_server(args)
         return convert(cls, args)
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
