@@ -22,8 +22,9 @@ CERTIFICATES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
 
 def check_environment() -> None:
-    """Read each of vLLM's environment variables once. Raises ConfigError, which names it."""
-    for name in envs.environment_variables:
+    """Read each of vLLM's environment variables that is set. Raises ConfigError, which names it."""
+    # Not all of them: reading one that is not set may set it (the name of a shared buffer).
+    for name in os.environ.keys() & envs.environment_variables.keys():
         try:
             getattr(envs, name)
         except Exception as error:  # whatever its conversion raises
