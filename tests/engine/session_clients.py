@@ -73,20 +73,24 @@ async def main() -> None:
             kv_cache_memory_bytes=1 << 26,
         )
     )
-    first = turn(10, max_tokens=3)
+
+    def first() -> StreamingInput:
+        # A turn of its own each time: vLLM's front end appends to the list that it was given.
+        return turn(10, max_tokens=3)
+
     ends = {
-        "turns": await session(engine, "a", first, turn(5, max_tokens=4)),
+        "turns": await session(engine, "a", first(), turn(5, max_tokens=4)),
         "too long": await session(
-            engine, "b", first, turn(60, max_tokens=4), turn(5, max_tokens=4)
+            engine, "b", first(), turn(60, max_tokens=4), turn(5, max_tokens=4)
         ),
-        "exactly full": await session(engine, "c", first, turn(LENGTH - 12, max_tokens=99)),
-        "one left": await session(engine, "d", first, turn(LENGTH - 13, max_tokens=99)),
-        "logprobs later": await session(engine, "e", first, turn(5, max_tokens=4, logprobs=2)),
+        "exactly full": await session(engine, "c", first(), turn(LENGTH - 12, max_tokens=99)),
+        "one left": await session(engine, "d", first(), turn(LENGTH - 13, max_tokens=99)),
+        "logprobs later": await session(engine, "e", first(), turn(5, max_tokens=4, logprobs=2)),
         "logprobs": await session(
             engine, "f", turn(9, max_tokens=3, logprobs=2), turn(5, max_tokens=4, logprobs=2)
         ),
         "paused": [await paused(engine, f"p{k}", 0.02 * k) for k in range(8)],
-        "alive": await session(engine, "z", first),
+        "alive": await session(engine, "z", first()),
     }
     engine.shutdown()
     print(json.dumps(ends))
