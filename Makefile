@@ -15,7 +15,7 @@ TESTS := not slow$(if $(CI),, and not ci)
 export no_proxy := $(if $(filter *,$(no_proxy) $(NO_PROXY)),*,$(or $(no_proxy),$(NO_PROXY)),127.0.0.1,localhost)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults soak week goldens mutants waits lint format bench bench-paper release clean
+.PHONY: help setup demo test test-all test-faults soak week goldens mutants waits hooks lint format bench bench-paper release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ mutants: setup ## which small mistakes do the tests notice? Takes two hours
 
 waits: setup ## write the table of tests/waits.md anew
 	@$(BIN)/python scripts/waits.py
+
+hooks: setup ## write docs/hooks.md anew
+	@$(BIN)/python scripts/hooks.py
 
 lint: setup ## formatting, lint, types, layers
 	@$(BIN)/ruff format --check --quiet $(CODE)

@@ -74,6 +74,20 @@ def test_names_on_the_map_exist():
             assert name in defined, f"{path} has no {name}"
 
 
+def test_the_map_counts_the_files_of_an_iteration():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table, _, rest = text.partition("| step | process, thread | files |")[2].partition("These are ")
+    files = set(re.findall(r"`([a-z_/]+\.py)`", table))
+    assert rest.split()[0] == str(len(files))
+
+
+def test_the_map_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for area in ("engine", "worker", "ipc"):
+        for room in (SOURCE / area).glob("*/__init__.py"):
+            assert f"| `{area}/{room.parent.name}/` |" in text
+
+
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 

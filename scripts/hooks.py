@@ -1,0 +1,54 @@
+"""`make hooks`: docs/hooks.md, from the table of ``sipipe.worker.hooks.table``."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "hooks.md"
+TABLE = ROOT / "src" / "sipipe" / "worker" / "hooks" / "table.py"
+
+BEGINNING = """\
+# One pass of vLLM's runner, and what SiPipe puts there
+
+vLLM's second model runner runs every stage. This page follows it from loading to the end of one pass, in the order of vLLM's own calls. Each row says what SiPipe puts beside one call, why, and where. Calls without a row are vLLM's alone.
+
+The page is written by `make hooks` from `worker/hooks/table.py`. A test compares the order with vLLM's source. Paths are relative to `src/sipipe`.
+
+The rows of `worker/hooks/preparation.py:SiPipePrepares` hold where SiPipe prepares a stage's inputs ([execution](execution.md)), those of `worker/hooks/draws.py:LastRows` where CPU samplers draw.
+"""
+END = """
+Where to go on: [execution](execution.md) explains the two threads and buffer sets, [upstream](upstream.md) lists every name that is replaced, with the change to vLLM that would make it unnecessary.
+"""
+
+
+def page() -> str:
+    """Text of the page, from the table as it is now."""
+    lines = [BEGINNING]
+    for caller, hooks in groupby(table(), key=lambda hook: hook.caller):
+        name = caller.partition(":")[2]
+        lines.append(f"## `{name}`\n")
+        lines.append("| vLLM calls | SiPipe puts there | why | where |")
+        lines.append("| --- | --- | --- | --- |")
+        for hook in hooks:
+            lines.append(f"| `{hook.call}` | {hook.ours} | {hook.why} | `{hook.where}` |")
+        lines.append("")
+    return "\n".join(lines) + END
+
+
+def table() -> tuple[Any, ...]:
+    """Rows of the table, read from its file: the page can be written where vLLM is not installed."""
+    spec = importlib.util.spec_from_file_location("hooks_table", TABLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    hooks: tuple[Any, ...] = module.HOOKS
+    return hooks
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,199 @@
+"""One pass of vLLM's second runner, and what SiPipe puts beside each of its calls.
+
+``docs/hooks.md`` is written from this table (``make hooks``). ``tests/worker/hooks/test_table.py``
+compares the order of the calls with vLLM's source, and looks for each function that is named here.
+"""
+
+from typing import NamedTuple
+
+
+class Hook(NamedTuple):
+    """One call of vLLM's, and what SiPipe puts there."""
+
+    caller: str
+    """Function of vLLM that makes the call, as ``module:Class.method``."""
+    call: str
+    """Function that is called, as vLLM's source writes it."""
+    ours: str
+    """What stands there in a stage worker of SiPipe."""
+    why: str
+    """Reason that vLLM's own does not serve."""
+    where: str
+    """Our function, as ``file:Class.method``; paths are relative to ``src/sipipe``."""
+
+
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+
+HOOKS = (
+    Hook(
+        caller=f"{_WORKER}.init_device",
+        call="init_worker_distributed_environment",
+        ours="a world of this stage's ranks, and a stand-in for the pipeline group",
+        why="no collective crosses stages, so a dead stage is an error and not a hung wait",
+        where="worker/hooks/world.py:stage_world",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.__init__",
+        call="InputBuffers",
+        ours="vLLM's; on GPUs the same buffers in one piece of memory, before graphs are captured",
+        why="one copy of a prepared set reaches every address that the graphs know",
+        where="worker/loaded_stage.py:LoadedStage.__init__",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.__init__",
+        call="PPHandler",
+        ours="`TokenFeedback`, which reads tokens from the scheduling output",
+        why="vLLM's broadcasts tokens by a collective across stages",
+        where="worker/hooks/draws.py:stand_ins",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.load_model",
+        call="build_custom_logits_processors",
+        ours="none where CPU samplers draw",
+        why="samplers apply what a request asks for",
+        where="worker/hooks/draws.py:stand_ins",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.load_model",
+        call="Sampler",
+        ours="`StandInSampler`, which keeps nothing of a request, where CPU samplers draw",
+        why="vLLM's counts every token of the vocabulary for each request",
+        where="worker/hooks/draws.py:stand_ins",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.initialize_kv_cache",
+        call="init_kv_cache",
+        ours="vLLM's; on CPUs `torch.zeros` gives pages that the kernel zeroes at their first use",
+        why="a start need not write the whole KV cache",
+        where="worker/hooks/vllm_workers.py:_UntouchedZeros",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.initialize_kv_cache",
+        call="get_kv_connector",
+        ours="`ReportingKVConnector`, a subclass of vLLM's",
+        why="what a connector raises is reported as blocks that were not loaded",
+        where="worker/hooks/kv_connector.py:ReportingKVConnector",
+    ),
+    Hook(
+        caller=f"{_WORKER}.execute_model",
+        call="get_pp_group().irecv_tensor_dict",
+        ours="hidden states from the link, received at their first use",
+        why="all that needs none of them is done first",
+        where="worker/hooks/world.py:PipelineStandIn.irecv_tensor_dict",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.update_pp_decode_requests",
+        ours="nothing",
+        why="drawn tokens come with the scheduling output",
+        where="worker/hooks/preparation.py:SiPipePrepares._nothing",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.add_requests",
+        ours="vLLM's; the sampler's part of it is a stand-in's where CPU samplers draw",
+        why="LoRA, positions and recurrent states stay in vLLM's rows",
+        where="worker/hooks/preparation.py:StandInSampler.add_request",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.update_requests",
+        ours="zeroes and copies KV cache blocks, and checks that vLLM's rows are ours",
+        why="block tables and lengths were prepared ahead",
+        where="worker/hooks/preparation.py:SiPipePrepares._update_requests",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.gather_batch_req_state",
+        ours="hands over the prepared state of the batch",
+        why="another thread has written it while the device ran the iteration before",
+        where="worker/hooks/preparation.py:SiPipePrepares._gather_batch_req_state",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.prepare_inputs",
+        ours="hands over the prepared batch; on GPUs, behind the copy to its addresses",
+        why="the same",
+        where="worker/hooks/preparation.py:SiPipePrepares._prepare_inputs",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.prepare_attn",
+        ours="hands over the prepared block tables and slots",
+        why="the same",
+        where="worker/inputs/placement.py:Placement.tables",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.lora_state.make_lora_inputs",
+        ours="vLLM's, with the adapter of each row of logits",
+        why="drafts bring more rows of logits than requests",
+        where="worker/hooks/preparation.py:SiPipePrepares._lora_inputs",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.model_state.prepare_attn",
+        ours="vLLM's; behind it, the tokens of a planned iteration are waited for",
+        why="it is the last call before anything reads tokens",
+        where="worker/hooks/preparation.py:SiPipePrepares._prepare_metadata",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.kv_connector.pre_forward",
+        ours="vLLM's, which notes what the engine asked to load",
+        why="a load that fails is reported by its blocks",
+        where="worker/hooks/kv_connector.py:ReportingKVConnector.pre_forward",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.model",
+        ours="vLLM's; of some models, later stages get tensors that only the first one makes",
+        why="vLLM's later stages leave them unread",
+        where="worker/hooks/stage_tensors.py:hand_on",
+    ),
+    Hook(
+        caller=f"{_WORKER}.execute_model",
+        call="get_pp_group().isend_tensor_dict",
+        ours="hands hidden states to the link",
+        why="a stage is a world of its own",
+        where="worker/hooks/world.py:PipelineStandIn.isend_tensor_dict",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.pp_handler.receive",
+        ours="nothing, on every stage but the last",
+        why="tokens come with the scheduling output",
+        where="worker/hooks/preparation.py:TokenFeedback.receive",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.postprocess_num_computed_tokens",
+        ours="nothing, on every stage but the last",
+        why="computed tokens come with the scheduling output",
+        where="worker/hooks/preparation.py:SiPipePrepares._nothing",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.sample",
+        ours="logits of the rows that sample, in the samplers' order; on CPUs `torch.empty` gives "
+        "the projection its place in BIC-L",
+        why="CPU samplers draw; fresh memory for each projection costs a copy and page faults",
+        where="worker/hooks/draws.py:LastRows._sample",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.postprocess_sampled",
+        ours="updates what the model keeps of a request; leaves tokens and lengths alone",
+        why="the scheduling output brings them",
+        where="worker/hooks/preparation.py:SiPipePrepares._postprocess_sampled",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.kv_connector.post_forward",
+        ours="vLLM's, with the loads that failed",
+        why="the scheduler has a policy for blocks that were not loaded",
+        where="worker/hooks/kv_connector.py:ReportingKVConnector.post_forward",
+    ),
+)
+"""Hooks in the order in which vLLM makes the calls of one load and one pass."""

@@ -1,0 +1,69 @@
+"""The table of hooks follows vLLM's source, names functions of ours, and is the page's."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import sipipe
+from scripts import hooks as script
+from sipipe.worker.hooks.table import HOOKS, Hook
+
+SOURCE = Path(sipipe.__file__).parent
+
+
+def calls_of(caller: str) -> list[str]:
+    """Functions that a method of vLLM calls, in the order of its source."""
+    module, _, name = caller.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    scope, method = name.split(".")
+    (definition,) = [
+        node
+        for owner in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(owner, ast.ClassDef) and owner.name == scope
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef) and node.name == method
+    ]
+    calls = [node for node in ast.walk(definition) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [ast.unparse(call.func) for call in calls]
+
+
+def in_order(calls: list[str], named: list[str]) -> bool:
+    """Whether ``calls`` has all of ``named``, one behind the other."""
+    rest = iter(calls)
+    return all(name in rest for name in named)
+
+
+@pytest.mark.parametrize("caller", dict.fromkeys(hook.caller for hook in HOOKS))
+def test_vllm_makes_the_calls_in_this_order(caller):
+    pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
+    named = [hook.call for hook in HOOKS if hook.caller == caller]
+    assert in_order(calls_of(caller), named), named
+
+
+def test_another_order_is_noticed():
+    calls = ["self.prepare", "self.model", "self.prepare"]
+    assert in_order(calls, ["self.prepare", "self.model"])
+    assert not in_order(calls, ["self.model", "self.sample"])
+    assert not in_order(calls, ["self.model", "self.model"])
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.call)
+def test_what_stands_there_exists(hook: Hook):
+    file, _, name = hook.where.partition(":")
+    body = ast.parse((SOURCE / file).read_text()).body
+    for part in name.split("."):
+        (node,) = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part
+        ]
+        body = node.body
+
+
+def test_the_page_is_the_tables():
+    assert script.PAGE.read_text() == script.page(), "run make hooks"
