@@ -4,6 +4,7 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
+from vllm.model_executor.models.registry import ModelRegistry
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import Core
@@ -30,6 +31,7 @@ def vllm_config(**changes):
         "load_config": {"load_format": "auto"},
         "parallel_config": {
             "worker_cls": next(iter(compat.STOCK_WORKERS)),
+            "pipeline_parallel_size": 2,
             "data_parallel_size": 1,
             "data_parallel_size_local": 2,
             "data_parallel_backend": "mp",
@@ -44,6 +46,7 @@ def vllm_config(**changes):
         },
         "model_config": {
             "runner_type": "generate",
+            "architecture": "LlamaForCausalLM",
             "is_moe": False,
             "multimodal_config": None,
             "logits_processors": None,
@@ -128,6 +131,15 @@ def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
     with pytest.raises(UnsupportedError, match=option) as error:
         compat.check_features(vllm_config(**changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", compat.UNCUT)
+def test_models_whose_stages_fail_at_a_request_are_refused_by_name(name):
+    assert name in ModelRegistry.models, "vLLM has another name for it now"
+    changes = {"model_config__architecture": name}
+    with pytest.raises(UnsupportedError, match=f"^{name}: .*--pipeline-parallel-size 1$"):
+        compat.check_features(vllm_config(**changes))
+    compat.check_features(vllm_config(**changes, parallel_config__pipeline_parallel_size=1))
 
 
 def test_vllms_first_runner_is_refused(monkeypatch):

@@ -24,6 +24,13 @@ STOCK_WORKERS = {
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 
+UNCUT = {
+    "Granite4VisionForConditionalGeneration": (
+        "a later stage of vLLM's model waits for images' features that the one before does not send"
+    ),
+}
+"""Models that vLLM cuts into stages which fail at a request, by architecture, with the cause."""
+
 OTHERWISE = ": leave it out, or use stock vLLM (vllm serve)"
 
 
@@ -83,10 +90,18 @@ def check_features(vllm_config: VllmConfig) -> None:
             raise UnsupportedError(
                 f"SiPipe does not support {option}{OTHERWISE * (': ' not in option)}"
             )
+    check_cuttable(vllm_config)
     check_speculation(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector_module_path == kv_files.MODULE:
         kv_files.settings(transfer.kv_connector_extra_config)
+
+
+def check_cuttable(vllm_config: VllmConfig) -> None:
+    """Refuse several stages of a model whose stages fail at a request (UnsupportedError: the model)."""
+    name = vllm_config.model_config.architecture
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 and name in UNCUT:
+        raise UnsupportedError(f"{name}: {UNCUT[name]}: serve it with --pipeline-parallel-size 1")
 
 
 def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:

@@ -31,6 +31,7 @@ from vllm.v1.worker import gpu_worker
 
 from sipipe.ipc.memory import group_limit, group_used
 from sipipe.messages.stage_place import StagePlace
+from sipipe.worker.hooks.kernel_dtypes import check_dtypes
 from sipipe.worker.hooks.stage_tensors import hand_on
 from sipipe.worker.hooks.world import stage_world
 
@@ -67,6 +68,7 @@ class _StageWorker:
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
+        check_dtypes(runner)
         hand_on(runner)
         # Until the links are open: a warm-up's steps.
         group: Any = get_pp_group()
