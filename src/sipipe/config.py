@@ -116,7 +116,7 @@ class HostSettings(
     """Pipeline stages of each host, the main host first. Empty: as even as can be."""
 
     encrypt_links: bool = True
-    """Whether hidden states between hosts are encrypted. Everything else always is."""
+    """True: hidden states between hosts are encrypted. Everything else always is."""
 
 
 class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +131,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     and gathering are a pipeline stage of their own. The paper's value is the number of stages."""
 
     cpu_sampling: Literal["auto", "on", "off", "per_row"] = "auto"
-    """Whether tokens are drawn by CPU sampler processes. ``"off"``: by vLLM's own sampler on the
+    """Use of CPU sampler processes to draw tokens. ``"off"``: by vLLM's own sampler on the
     last stage. ``"on"``: by samplers, or an error where they cannot. ``"per_row"``, on GPUs:
     requests that ask for no more than a temperature on the last stage's device, all others by
     samplers. ``"auto"``: by samplers where they can; on GPUs what is measured at start to save 3 %
@@ -156,7 +156,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Else a list such as ``[7, 1]``. ``VLLM_PP_LAYER_PARTITION`` wins over ``"auto"``."""
 
     vocabulary: Literal["auto", "shared", "last"] = "auto"
-    """Who multiplies by the output projection. ``"shared"``: every stage, by a part of its columns,
+    """Place of the output projection. ``"shared"``: every stage, by a part of its columns,
     as many as even the stages' times; the layers are then cut evenly. ``"last"``: the last stage.
     ``"auto"``: shared where it is expected, and on the loaded model measured, to shorten the slowest
     stage by 3 %. Where it cannot be (docs/vocabulary.md), a line in the log says so."""
@@ -170,7 +170,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "shm", "cuda_ipc"],
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
     ] = "auto"
-    """How hidden states travel between the stages of a host. ``"auto"``: ``shm`` on CPUs,
+    """Transport of hidden states between the stages of a host. ``"auto"``: ``shm`` on CPUs,
     ``cuda_ipc`` on GPUs that reach each other, untested between several; else ``shm``."""
 
     devices: Annotated[
@@ -281,30 +281,33 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
 
 
-def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
+def _refusal(problem: str, settings: Mapping[str, Any]) -> ConfigError:
     """The line for what msgspec found; ``found`` ends with the path of the value."""
-    found, _, path = found.partition(" - at `$")
+    problem, _, path = problem.partition(" - at `$")
     schema = msgspec.json.schema(SiPipeConfig)
-    kinds, here = schema["$defs"], _meant(schema, schema["$defs"])
+    kinds = schema["$defs"]
+    schemas = _meant(schema, schema["$defs"])
     value: Any = settings
     allowed = ""
     for step in re.findall(r"[^.\[\]`]+", path):
         of, name = ("items", int(step)) if step.isdecimal() else ("properties", step)
-        inner = next(kind[of] for kind in here if of in kind)
-        inner, value = inner[name] if of == "properties" else inner, value[name]
-        allowed, here = inner.get("description", allowed), _meant(inner, kinds)
+        inner = next(kind[of] for kind in schemas if of in kind)
+        inner = inner[name] if of == "properties" else inner
+        value = value[name]
+        allowed = inner.get("description", allowed)
+        schemas = _meant(inner, kinds)
     key = path.strip(".`")
-    if unknown := re.fullmatch("Object contains unknown field `(.*)`", found):
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", problem):
         name = unknown[1]
-        known = next(list(kind["properties"]) for kind in here if "properties" in kind)
+        known = next(list(kind["properties"]) for kind in schemas if "properties" in kind)
         hint = _hint(name.replace("-", "_"), known)
         return ConfigError(
             f'sipipe config: unknown key "{key + "." if key else ""}{name}"'
             f"{'; did you mean ' + hint if hint else ''} (known: {', '.join(known)})"
         )
     if not key:  # a key that is no text, which only Python can write
-        return ConfigError(f"sipipe config: {found}")
-    choices = [choice for kind in here for choice in kind.get("enum", ())]
+        return ConfigError(f"sipipe config: {problem}")
+    choices = [choice for kind in schemas for choice in kind.get("enum", ())]
     allowed = allowed or "one of " + ", ".join(f'"{choice}"' for choice in choices)
     hint = _hint(value, choices) if isinstance(value, str) else ""
     return ConfigError(

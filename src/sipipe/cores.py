@@ -26,7 +26,8 @@ from sipipe.config import CorePlacement
 from sipipe.control_groups import control_groups
 from sipipe.errors import ConfigError
 
-SAMPLERS_PER_NODE, MOST_SAMPLERS = 16, 128
+SAMPLERS_PER_NODE = 16
+MOST_SAMPLERS = 128
 """Most samplers that ``"auto"`` takes for each NUMA node, whose memory bus they share, and in all."""
 
 CLAIM = "sipipe-cores-"
@@ -60,7 +61,7 @@ class CorePlan:
     scheduler: tuple[int, ...]
     """CPUs of the process that runs the scheduler and the executor."""
     shared: bool = False
-    """Whether some process shares a core with another, because there are too few."""
+    """True where some process shares a core with another, because there are too few."""
 
     @property
     def cpus(self) -> set[int]:
@@ -102,11 +103,11 @@ def degrees(argv: Sequence[str]) -> tuple[int, int, int] | None:
         parser.add_argument(
             name, f"--{kind}-parallel-size", dest=name[1:], nargs="?", default="1", const=""
         )
-    asked, _ = parser.parse_known_args(argv)
-    if not all(map(str.isdecimal, (asked.pp, asked.tp, asked.dp))):
+    options, _ = parser.parse_known_args(argv)
+    if not all(map(str.isdecimal, (options.pp, options.tp, options.dp))):
         return None
-    found = int(asked.pp), int(asked.tp), int(asked.dp)
-    return found if all(found) else None
+    counts = int(options.pp), int(options.tp), int(options.dp)
+    return counts if all(counts) else None
 
 
 def share_of(cores: Sequence[Core], number: int, replicas: int) -> Sequence[Core]:
@@ -170,16 +171,18 @@ def plan_cores(
     if device == "cpu":
         wanted = max(1, len(units) // SAMPLER_SHARE) if samplers == "auto" else samplers
         apart = wanted + 1 if len(units) >= SAMPLER_SHARE else 1
-        each = max(1, (len(units) - apart) // workers)
+        cores_each = max(1, (len(units) - apart) // workers)
     else:
-        each = max(1, min(2, spare // workers))
+        cores_each = max(1, min(2, spare // workers))
     # One thread per physical core for the workers: matrix products gain nothing from the second.
     bound = []
     for worker in range(workers):
         near = nodes[worker] if worker < len(nodes) else None
-        share = _of_one_node(units, 1 if scarce else each, near)
+        share = _of_one_node(units, 1 if scarce else cores_each, near)
         units = [unit for unit in units if unit not in share]
-        bound.append(share[0].cpus[:each] if scarce else tuple(unit.cpus[0] for unit in share))
+        bound.append(
+            share[0].cpus[:cores_each] if scarce else tuple(unit.cpus[0] for unit in share)
+        )
     if scarce:
         # The cores left over. Where these are too few, second threads too, and then beside every
         # worker, since the slowest stage sets the pace.
@@ -189,24 +192,24 @@ def plan_cores(
     # The last core that is left is the scheduler's; it shares an only one with the samplers. Of many
     # it has two: the engine's other threads pack answers and wake readers up beside it.
     two = device == "cuda" and len(units) >= MANY and not scarce
-    own = 2 if two and (samplers == "auto" or samplers <= len(units) - 2) else 1
-    rest = units[:-own] or units
-    count = min(len(rest), most) if samplers == "auto" else samplers
+    scheduler_cores = 2 if two and (samplers == "auto" or samplers <= len(units) - 2) else 1
+    sampler_units = units[:-scheduler_cores] or units
+    count = min(len(sampler_units), most) if samplers == "auto" else samplers
     # Neighbours each, so that a sampler stays on one NUMA node, with what it keeps of sequences.
-    cuts = [index * len(rest) // max(count, 1) for index in range(count + 1)]
+    cuts = [index * len(sampler_units) // max(count, 1) for index in range(count + 1)]
     return CorePlan(
         workers=_by_stage(bound, tensor_parallel),
         samplers=tuple(
-            cpus_of(rest[first:last]) or rest[first % len(rest)].cpus
+            cpus_of(sampler_units[first:last]) or sampler_units[first % len(sampler_units)].cpus
             for first, last in pairwise(cuts)
         ),
-        scheduler=cpus_of(units[-own:] if samplers else units),
-        shared=rest == units and samplers != 0,
+        scheduler=cpus_of(units[-scheduler_cores:] if samplers else units),
+        shared=sampler_units == units and samplers != 0,
     )
 
 
 def alone(cores: Sequence[Core], workers: int) -> bool:
-    """Whether a CPU engine's only worker has all cores, and samplers and scheduler are beside it."""
+    """Say if a CPU engine's only worker has all cores, with samplers and scheduler beside it."""
     return workers == 1 and len(cores) <= 2
 
 
@@ -216,15 +219,15 @@ def equal_shares(cores: Sequence[Core], workers: int) -> str:
     places = [core.cpus[0] for core in cores]
     if len(places) < workers:
         places = [cpu for core in _threads(cores) for cpu in core.cpus]
-    each = len(places) // workers
+    cores_each = len(places) // workers
     return "|".join(
-        format_cpus(places[i * each : (i + 1) * each] or [places[i % len(places)]])
+        format_cpus(places[i * cores_each : (i + 1) * cores_each] or [places[i % len(places)]])
         for i in range(workers)
     )
 
 
 def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """How many CPUs' time this process's control group may take; infinite without a limit. The
+    """CPUs whose time this process's control group may take; infinite without a limit. The
     least of its own limit and of the groups that it is in."""
     least = math.inf
     for group in control_groups("cpu", groups, own):
@@ -270,10 +273,10 @@ def claim(plan: CorePlan) -> socket.socket:
     """Tells other engines of this host which CPUs this one takes, until the socket is closed: by its
     name, which ends with the process (and is of a network namespace, as a container has its own)."""
     mask = sum(1 << cpu for cpu in plan.cpus)
-    said = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     with suppress(OSError):  # more CPUs than a name can have
-        said.bind(f"\0{CLAIM}{mask:x}-{os.getpid()}-{said.fileno()}")
-    return said
+        name.bind(f"\0{CLAIM}{mask:x}-{os.getpid()}-{name.fileno()}")
+    return name
 
 
 def claimed(names: Path = Path("/proc/net/unix")) -> set[int]:
@@ -348,9 +351,9 @@ def _threads(cores: Iterable[Core]) -> Sequence[Core]:
 def _of_one_node(cores: Sequence[Core], count: int, near: int | None = None) -> Sequence[Core]:
     """``count`` cores, of one NUMA node where one has enough of them left, best of ``near``."""
     for node in dict.fromkeys((near, *(core.node for core in cores))):
-        there = [core for core in cores if core.node == node]
-        if len(there) >= count:
-            return there[:count]
+        of_node = [core for core in cores if core.node == node]
+        if len(of_node) >= count:
+            return of_node[:count]
     return cores[:count]
 
 

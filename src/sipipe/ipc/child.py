@@ -60,7 +60,9 @@ class _Forked(subprocess.Popen[bytes]):
     """A child that was forked: what there is to do with one that runs."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.args, self.returncode = pid, [], None
+        self.pid = pid
+        self.args = []
+        self.returncode = None
         self.stdin = self.stdout = self.stderr = None
         self._waitpid_lock = threading.Lock()  # wait: as `Popen` has it; its end
         self._child_created = True

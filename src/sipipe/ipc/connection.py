@@ -44,7 +44,8 @@ from sipipe.ipc.frames import Place
 from sipipe.ipc.secret import private_keys, read_secret
 from sipipe.ipc.tcp import deafen, listen, what_was_seen
 
-HEARTBEAT_MS, SILENCE_MS = 1000, 10_000
+HEARTBEAT_MS = 1000
+SILENCE_MS = 10_000
 NETWORK_MS = 4000
 """For which nothing that was sent is acknowledged by the peer's kernel."""
 HANDSHAKE_MS = 3000
@@ -342,7 +343,8 @@ class Connection:
 
     def _bury(self, seen: str) -> None:
         self._seen = seen
-        told, self._gone = self._gone, True
+        told = self._gone
+        self._gone = True
         self._rouse()
         if not told:
             self.lost(self.died())

@@ -28,7 +28,8 @@ def receive(socket: zmq.Socket[bytes], place: Place | None) -> list[bytes] | Non
     Raises zmq.Again: there is no message."""
     parts = [_join(socket, socket.recv(zmq.NOBLOCK))]
     targets = place(parts[0]) if place is not None else []
-    fits, came = True, 0
+    fits = True
+    came = 0
     while socket.getsockopt(zmq.RCVMORE):
         if came < len(targets):
             fits = _fill(socket, targets[came]) and fits
@@ -59,7 +60,8 @@ def _join(socket: zmq.Socket[bytes], frame: bytes) -> bytes:
 
 def _fill(socket: zmq.Socket[bytes], target: memoryview) -> bool:
     """Put a part into ``target``; whether it has that size."""
-    came, last = 0, FRAME
+    came = 0
+    last = FRAME
     while last == FRAME:
         room = target[came : came + FRAME]
         # wait: none: messages come whole

@@ -177,7 +177,8 @@ class GatherReceiver:
 
     def _parse(self, sampler: _Sampler) -> None:
         """Take the complete frames."""
-        data, start = sampler.data, 0
+        data = sampler.data
+        start = 0
         while len(data) - start >= _HEADER.size:
             size, more, iteration = _HEADER.unpack_from(data, start)
             begin = start + _HEADER.size

@@ -66,7 +66,8 @@ class Parent:
 
     def let_end(self) -> bool:
         """The process ends from here on: SIGTERM interrupts it no more. False if it was told to."""
-        told, self._ending = self._ending, True
+        told = self._ending
+        self._ending = True
         return not told
 
     def _end_on_signal(self, _signum: int, _frame: Any) -> None:

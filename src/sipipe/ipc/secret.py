@@ -19,7 +19,8 @@ from zmq.utils import z85
 
 from sipipe.errors import ConfigError
 
-SECRET, SECRET_FILE = "SIPIPE_SECRET", "SIPIPE_SECRET_FILE"
+SECRET = "SIPIPE_SECRET"
+SECRET_FILE = "SIPIPE_SECRET_FILE"
 _LEAST = 16
 """Characters."""
 
@@ -27,11 +28,13 @@ _LEAST = 16
 def read_secret() -> bytes:
     """The secret of this process's environment, as a word of ASCII. Raises ConfigError: there is
     none, it cannot be read, others can read it, or it is too short."""
-    secret, path = os.fsencode(os.environ.get(SECRET, "")), os.environ.get(SECRET_FILE)
+    secret = os.fsencode(os.environ.get(SECRET, ""))
+    path = os.environ.get(SECRET_FILE)
     if not secret and path:
         try:
             with Path(path).open("rb") as file:
-                mode, secret = os.fstat(file.fileno()).st_mode, file.read()
+                mode = os.fstat(file.fileno()).st_mode
+                secret = file.read()
         except OSError as error:
             raise ConfigError(f"{SECRET_FILE}: {path} cannot be read ({error.strerror})") from None
         if mode & 0o077:

@@ -19,7 +19,9 @@ OTHER_PORT = (
 )
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # BPF: return 0
-_CLOSED, _CLOSED_BY_PEER = 7, (8, 9)  # TCP's states CLOSE, CLOSE_WAIT and LAST_ACK
+# TCP's states CLOSE, CLOSE_WAIT and LAST_ACK
+_CLOSED = 7
+_CLOSED_BY_PEER = (8, 9)
 
 
 SAID_SECONDS = 10.0
@@ -61,7 +63,8 @@ def _wait_for_name(host: str, option: str, seconds: float, own: bool) -> str:
 
     began = time.monotonic()
     said = began
-    looking, why = False, "no answer from the resolver yet"
+    looking = False
+    why = "no answer from the resolver yet"
     while True:
         now = time.monotonic()
         if now - began >= seconds:

@@ -41,7 +41,7 @@ class Balancer:
         return cost_estimate(params, self._vocab_size)
 
     def loads(self, sequences: Iterable[TrackedRequest]) -> list[float]:
-        """What each sampler has to do for ``sequences``."""
+        """Estimate the seconds that each sampler has to do for ``sequences``."""
         loads = [0.0] * self.samplers
         for sequence in sequences:
             loads[sequence.sampler] += sequence.cost
@@ -50,7 +50,8 @@ class Balancer:
     def place(self, cost: float, beside: list[float]) -> int:
         """The sampler for a new sequence, counted from 0; among equal ones they take turns.
         ``beside``: :meth:`loads` of the microbatch that it joins; the sequence is added there."""
-        count, self._turn = self.samplers, self._turn + 1
+        count = self.samplers
+        self._turn = self._turn + 1
         sampler = min(range(count), key=lambda i: (beside[i], (i - self._turn + 1) % count))
         beside[sampler] += cost
         return sampler
@@ -60,7 +61,8 @@ class Balancer:
         if self.samplers == 1:
             return None
         loads = self.loads(members)
-        busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
+        busiest = loads.index(max(loads))
+        idlest = loads.index(min(loads))
         gap = loads[busiest] - loads[idlest]
         if gap <= TOLERATED * loads[busiest]:
             return None

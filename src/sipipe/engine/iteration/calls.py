@@ -38,7 +38,7 @@ class _Call:
     waiting: set[int]
     workers: Sequence[str]
     began: float
-    """In seconds of the calls' clock; the stall bound counts from here."""
+    """Begin in seconds of the calls' clock; the stall bound counts from here."""
     future: Future[Any] = field(default_factory=Future)
     results: dict[int, Any] = field(default_factory=dict)
     may_be_long: ClassVar[bool] = True
@@ -50,8 +50,11 @@ class _Call:
 
 
 def result_of(future: Future[T], late: Callable[[], object], seconds: float) -> T:
-    """What a call while the engine starts gives. Raises StallError when that takes too long, with
-    what is ``late``, and what fails the call, which may be a StallError of another host."""
+    """Wait for the result of a call while the engine starts.
+
+    Raises StallError: it takes more than ``seconds``; the message names what is ``late``. Also what
+    fails the call, which may be a StallError of another host.
+    """
     # wait: `start_timeout`; the answers, or what fails the engine
     if not wait([future], seconds).done:
         raise StallError(
@@ -91,7 +94,8 @@ class Calls:
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
-            number, self._next = self._next, self._next + 1
+            number = self._next
+            self._next = self._next + 1
             self._calls[number] = call
         self._bus.publish(Kind.CONTROL, number, [b"", *parts])
         return call.future
@@ -104,7 +108,8 @@ class Calls:
 
     def reply(self, worker: str, reply: Reply) -> None:
         """Take one worker's answer in."""
-        rank, error = self._workers.index(worker), reply.error
+        rank = self._workers.index(worker)
+        error = reply.error
         value: Any = None
         if error is None:
             try:
@@ -140,7 +145,8 @@ class Calls:
         """Resolve every call that is out with ``error``, and refuse new ones."""
         with self._lock:
             self._failure = error
-            calls, self._calls = self._calls, {}
+            calls = self._calls
+            self._calls = {}
         for call in calls.values():
             with suppress(InvalidStateError):
                 call.future.set_exception(RuntimeError(f"call to {call.method} failed: {error}"))

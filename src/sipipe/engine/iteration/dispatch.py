@@ -37,7 +37,7 @@ _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
     "new_block_ids_to_zero": lambda lists: list(chain(*lists)) or None,
     "kv_cache_block_copies": lambda lists: list(chain(*lists)) or None,
 }
-"""What a scheduling output says of workers' state, and how several outputs say it in one."""
+"""Fields of a scheduling output that change workers' state, and the join of several outputs' values."""
 
 
 @dataclass
@@ -168,6 +168,6 @@ def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
         if (said := [value for value in values if value]) or hasattr(output, name):
             setattr(output, name, join(said))
     # Of routed experts vLLM tells each change once, and each is a step of its own.
-    told = [one.aux_output_connector_metadata for one in earlier]
-    if told := [one for one in told if one is not None]:
-        output.earlier_aux_metadata = told
+    metadata = [one.aux_output_connector_metadata for one in earlier]
+    if metadata := [one for one in metadata if one is not None]:
+        output.earlier_aux_metadata = metadata

@@ -1,4 +1,4 @@
-"""What the engine's side of a KV connector may do wrong without ending the engine.
+"""Faults of the engine's side of a KV connector that may not end the engine.
 
 A connector saves time: a prompt whose cache it does not bring is computed. So what its methods raise,
 or answer that no prompt can have (a number below 0, or more tokens than there are), is "nothing
@@ -52,8 +52,9 @@ class KVLoads:
 
     def take(self) -> list[KVLoad]:
         """The loads since the last call: those of the scheduling output that has just been made."""
-        asked, self._asked = self._asked, []
-        return asked
+        requests = self._asked
+        self._asked = []
+        return requests
 
     def fail(self, invalid: Set[int], requests: Set[str]) -> None:
         """Take in what could not be loaded: blocks, by number, and requests, by name."""

@@ -1,4 +1,4 @@
-"""What SiPipe adds to any scheduler, its own, vLLM's or a user's: a record of each iteration, the
+"""Additions of SiPipe to any scheduler, its own, vLLM's or a user's: a record of each iteration, the
 phases for the trace, the failure of single requests, their order of arrival; for its own also the
 stage times by which it decides how many microbatches to form."""
 
@@ -37,7 +37,7 @@ from sipipe.observe.phases import Phase
 logger = init_logger(f"vllm.{__name__}")
 
 NOTHING_LEFT = "no token is left to sample"
-"""How a sampler begins to say that every logit is masked (:mod:`sipipe.sampler.result`)."""
+"""Beginning of a sampler's message that every logit is masked (:mod:`sipipe.sampler.result`)."""
 
 
 class ObservedScheduler(SessionScheduler):
@@ -49,7 +49,7 @@ class ObservedScheduler(SessionScheduler):
     go_on: Callable[[], None]
     """Publishes what waits for the result that is taken in."""
     rows: int
-    """Of logits, of all microbatches in flight, where there are drafts; 0: there are none."""
+    """Rows of logits of all microbatches in flight, where there are drafts; 0: there are none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,14 +111,14 @@ class ObservedScheduler(SessionScheduler):
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
             # One that is scheduled once more already may have failed before.
-            here = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
-            for request_id, reason in here.items():
-                errors[request_id] = here[request_id] = self._explaining(
+            failing = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
+            for request_id, reason in failing.items():
+                errors[request_id] = failing[request_id] = self._explaining(
                     reason, self._explained, request_id, reason
                 )
-            for request_id, reason in here.items():
+            for request_id, reason in failing.items():
                 logger.error("request %s fails: %s", request_id, reason)
-            self.grammar_compile_error_reqs.update(_failed(here))  # type: ignore[attr-defined]
+            self.grammar_compile_error_reqs.update(_failed(failing))  # type: ignore[attr-defined]
             self._clear_blocks()
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
@@ -140,10 +140,10 @@ class ObservedScheduler(SessionScheduler):
 
     def _explained(self, request_id: str, reason: str) -> str:
         """``reason``, why a request has no token; or that its grammar allows none."""
-        asked = self.requests[request_id].structured_output_request  # type: ignore[attr-defined]
-        if asked is None or not reason.startswith(NOTHING_LEFT):
+        structured = self.requests[request_id].structured_output_request  # type: ignore[attr-defined]
+        if structured is None or not reason.startswith(NOTHING_LEFT):
             return reason
-        if not allows_nothing(self.structured_output_manager, asked.grammar):  # type: ignore[attr-defined]
+        if not allows_nothing(self.structured_output_manager, structured.grammar):  # type: ignore[attr-defined]
             return reason
         return f"{INVALID}the grammar allows no token behind those that it has allowed so far"
 
@@ -155,9 +155,9 @@ class ObservedScheduler(SessionScheduler):
         reasons = {}
         for request_id in failing:
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
-            asked = request.structured_output_request if request is not None else None
-            if asked is not None and isinstance(asked.grammar, Exception):
-                reasons[request_id] = f"{INVALID}{asked.grammar}"
+            structured = request.structured_output_request if request is not None else None
+            if structured is not None and isinstance(structured.grammar, Exception):
+                reasons[request_id] = f"{INVALID}{structured.grammar}"
         return reasons
 
     def _handle_invalid_blocks(
@@ -215,7 +215,8 @@ class ObservedScheduler(SessionScheduler):
                 manager._record_new_block_ids = True
 
     def _time_first_tokens(self, output: ModelRunnerOutput) -> None:
-        now, live = time.time(), self.telemetry.live
+        now = time.time()
+        live = self.telemetry.live
         for request_id in list(self._tokenless):
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             index = output.req_id_to_index.get(request_id)
@@ -227,7 +228,7 @@ class ObservedScheduler(SessionScheduler):
                 live.add(Word.TTFT_NS, int((now - request.arrival_time) * 1e9))
 
     def _show(self, now: int) -> None:
-        """How many requests there are, and since when there are none."""
+        """Show how many requests there are, and since when there are none."""
         live = self.telemetry.live
         running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
         live.set(Word.RUNNING, running)
@@ -267,9 +268,9 @@ def observed(
     rows: int = 0,
 ) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
-    own = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
-    own["go_on"] = staticmethod(go_on)
+    records = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
+    records["go_on"] = staticmethod(go_on)
     if issubclass(scheduler, ObservedScheduler):  # of an engine before, with the same configuration
         scheduler = scheduler.__bases__[1]
     bases = ObservedScheduler, scheduler
-    return type(scheduler.__name__, bases, {**own, "__module__": scheduler.__module__})
+    return type(scheduler.__name__, bases, {**records, "__module__": scheduler.__module__})

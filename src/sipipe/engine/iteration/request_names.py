@@ -27,9 +27,9 @@ class RequestNames:
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._anonymous = 0
-        """How many requests came without an id of their client."""
+        """Number of requests that came without an id of their client."""
         self._uses: dict[int, int] = {}
-        """How often clients gave each id, by the id's hash: the last :data:`MOST_IDS` of them."""
+        """Number of times that clients gave each id, by the id's hash, for the last :data:`MOST_IDS`."""
 
     def arrive(self, request_id: str) -> None:
         """Name a request that has come; call it in the order of arrival. Later calls for the same

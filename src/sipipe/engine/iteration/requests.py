@@ -55,7 +55,7 @@ class RequestTracker:
 
     def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
         self.draws = "on"
-        """Who draws, as ``cpu_sampling`` says it: ``"per_row"`` has requests that ask for no more
+        """Drawer of tokens, as ``cpu_sampling`` says it: ``"per_row"`` has requests that ask for no more
         than a temperature drawn on the device, ``"off"`` all."""
         self.worth = 1.0
         """Probability that a draft needs to be proposed."""
@@ -96,7 +96,7 @@ class RequestTracker:
                     request.outputs += tokens
 
     def is_last(self, iteration: int, request_id: str) -> bool:
-        """Whether the request is in no iteration after this one."""
+        """Say if the request is in no iteration after this one."""
         with self._lock:
             request = self._requests.get(request_id)
             return request is not None and request.iteration == iteration
@@ -347,7 +347,7 @@ def _asks_for_prompt_scores(params: SamplingParams) -> bool:
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
-    """What of vLLM's ``SamplingParams`` concerns drawing a token. ``seed`` is used where the request
+    """Take from vLLM's ``SamplingParams`` what concerns drawing a token. ``seed`` is used where the request
     brings none. Raises ValueError: a parameter that the samplers do not take."""
     sequence = SequenceParams.of(params)
     if sequence.seed is not None:

@@ -109,10 +109,12 @@ class Resolver:
         """``output`` with what all workers' KV connectors say."""
         assert self.aggregator is not None, "vLLM makes it before the first iteration"
         moved = [iteration.answers.moved[rank] for rank in range(iteration.begun.movers)]
-        others = [ModelRunnerOutput.with_kv_conn_output_only(one) for one in moved[:-1]]
+        without_tokens = [ModelRunnerOutput.with_kv_conn_output_only(one) for one in moved[:-1]]
         output.kv_connector_output = moved[-1]
         with self._joining:
-            joined = self.aggregator.aggregate([*others, output], output_rank=len(others))
+            joined = self.aggregator.aggregate(
+                [*without_tokens, output], output_rank=len(without_tokens)
+            )
         assert joined is not None
         return joined
 
@@ -131,7 +133,9 @@ class SampledLogprobs:
         if len(rows) < 2:
             return rows[0] if rows else None
         ids, values, ranks, _ = zip(*rows, strict=True)
-        return LogprobsLists(*map(np.concatenate, (ids, values, ranks)), None)
+        return LogprobsLists(
+            np.concatenate(ids), np.concatenate(values), np.concatenate(ranks), None
+        )
 
 
 def build_output(iteration: Iteration) -> ModelRunnerOutput:
@@ -151,9 +155,12 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             if token >= 0:
                 tokens[index[work.sampled[row]]].append(token)
         for lp in part.logprobs:
-            token_ids, values = int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4")
-            found = LogprobsLists(token_ids[None, :], values[None, :], np.asarray([lp.rank]), None)
-            logprobs.setdefault(index[work.sampled[lp.row]], []).append(found)
+            token_ids = int32_view(lp.token_ids)
+            values = np.frombuffer(lp.values, dtype="<f4")
+            row_logprobs = LogprobsLists(
+                token_ids[None, :], values[None, :], np.asarray([lp.rank]), None
+            )
+            logprobs.setdefault(index[work.sampled[lp.row]], []).append(row_logprobs)
         for row, reason in part.errors:
             outcome.errors[work.sampled[row]] = reason
         for row, drafts in part.drafts:
@@ -161,8 +168,8 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
 
-    def told(scores: Any) -> dict[str, Any]:
-        """By request; the scheduler takes none of one that fails."""
+    def of_good(scores: Any) -> dict[str, Any]:
+        """Scores by request; the scheduler takes none of one that fails."""
         return {of: value for of, value in dict(scores).items() if of not in outcome.errors}
 
     return ModelRunnerOutput(
@@ -170,6 +177,6 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         req_id_to_index=index,
         sampled_token_ids=tokens,
         logprobs=SampledLogprobs(logprobs) if logprobs else None,
-        prompt_logprobs_dict=told(report.prompt_logprobs if report else ()),
-        prompt_token_id_logprobs_dict=told(report.prompt_scores if report else ()),
+        prompt_logprobs_dict=of_good(report.prompt_logprobs if report else ()),
+        prompt_token_id_logprobs_dict=of_good(report.prompt_scores if report else ()),
     )

@@ -30,7 +30,7 @@ class StallClock:
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
         self._stood = 0.0
         self._still: dict[str, float] = {}
-        """Who has stopped it, and until when at the latest."""
+        """Names that have stopped the clock, each with the time when it goes on at the latest."""
         self._looked = time.monotonic()
 
     def now(self) -> float:
@@ -51,7 +51,8 @@ class StallClock:
 
     def _look(self) -> float:
         """Count what has passed since the last look; returns the monotonic time."""
-        before, self._looked = self._looked, time.monotonic()
+        before = self._looked
+        self._looked = time.monotonic()
         until = max(self._still.values(), default=before)
         paused = self._looked - before - 2 * LONGEST_SLEEP
         self._stood += max(0.0, min(until, self._looked) - before, paused)
@@ -115,15 +116,15 @@ class StallWatch:
 
     def _probe(self, late: bool, now: float) -> float:
         """Ask again and again while something is late. Returns the seconds to the next look."""
-        asked = self._probed
+        probed = self._probed
         if not late:
             self._probed = None
             self._show(False)
             return LONGEST_SLEEP
-        if asked is None or now - asked >= ANSWER_SECONDS:
-            if asked is not None:
+        if probed is None or now - probed >= ANSWER_SECONDS:
+            if probed is not None:
                 self._show(len(self._answers) < len(self._workers))
             self._answers.clear()
             self._ask()
-            asked = self._probed = now
-        return asked + ANSWER_SECONDS - now
+            probed = self._probed = now
+        return probed + ANSWER_SECONDS - now

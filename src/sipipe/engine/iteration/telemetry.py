@@ -31,7 +31,8 @@ class Figures:
 
     def __init__(self, setup: Setup, samplers: int, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)
-        number, trace = setup.vllm_config.parallel_config.data_parallel_index, setup.config.trace
+        number = setup.vllm_config.parallel_config.data_parallel_index
+        trace = setup.config.trace
         if trace is not None and setup.vllm_config.replicas > 1:
             trace = f"{trace}/replica-{number}"
         header = PageHeader(
@@ -60,7 +61,7 @@ class Figures:
         )
 
     def figures_here(self) -> bytes:
-        """What this host's processes wrote to the page, for the main host's :meth:`take_figures`."""
+        """Encode what this host's processes wrote to the page, for the main host's :meth:`take_figures`."""
         return msgspec.msgpack.encode([(key, bytes(self._page.block(key))) for key in self._here])
 
     def take_figures(self, data: bytes) -> None:

@@ -9,7 +9,7 @@ from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import Added, int32_bytes
 
 ON_DEVICE = -1
-"""In place of a sampler's number: the last stage's device draws, and no sampler hears of it."""
+"""Value in place of a sampler's number: the last stage's device draws, and no sampler hears of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class TrackedRequest:
     sampler: int
     """The sampler that draws for it, or :data:`ON_DEVICE`."""
     params: SequenceParams
-    """What it asks of its sampler."""
+    """Parameters that it asks of its sampler."""
     cost: float = 0.0
     """Seconds that one draw for it takes (:meth:`.Balancer.cost`)."""
     prompt: Sequence[int]
@@ -31,7 +31,7 @@ class TrackedRequest:
     outputs: list[int] = field(default_factory=list)
     """Tokens that were drawn for it, in order; more than ``held`` while the last ones are new."""
     sent: int = 0
-    """How many of ``outputs`` its sampler has been sent."""
+    """Number of ``outputs`` that its sampler has been sent."""
     scores: bool = False
     """The request asks for log-probabilities of its prompt."""
     prompt_logprobs: bool = False

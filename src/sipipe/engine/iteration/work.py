@@ -1,4 +1,4 @@
-"""What one scheduling output asks of samplers and workers, and the two lists that it is made from.
+"""Work that one scheduling output asks of samplers and workers, and two lists that it is made from.
 
 The tracker (:mod:`.requests`) fills :class:`StateChanges` and :class:`RowsToDraw` while it follows a
 scheduling output. Both live for that one call; :class:`Work` is what the iteration keeps.
@@ -15,7 +15,7 @@ from sipipe.messages.step import Added, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one scheduling output asks of samplers and workers."""
+    """Work that one scheduling output asks of samplers and workers."""
 
     step: Step = field(default_factory=lambda: Step(-1))
     """The message to the samplers."""

@@ -30,7 +30,7 @@ from sipipe.ipc.ring.layout import Layout, RingEndpoint
 from sipipe.ipc.ring.ring import Ring
 
 Part = bytes | bytearray | memoryview
-"""What a part may be: any C-contiguous buffer, a NumPy array too."""
+"""Part of a message: any C-contiguous buffer, a NumPy array too."""
 
 _MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
 
@@ -124,7 +124,7 @@ class DispatchProducer:
         """
         self._ring = Ring.create(name, Layout(entries, entry_bytes), readers)
         self.endpoint = self._ring.endpoint
-        """What a reader needs to open the channel, while this process lives."""
+        """Endpoint by which a reader opens the channel, while this process lives."""
         self._writer = RingWriter(self._ring)
         # wait: held for a publish, at most its bound; its end
         self._turns = threading.Lock()  # a new reader's first message is known only between two

@@ -23,7 +23,8 @@ class RingWriter:
         self._claimed = False
         self._version = -1  # of the readers' records, when they were looked through
         self._absent = False  # whether a declared reader had not attached then
-        self._words, self._locks = ring.words, ring.locks
+        self._words = ring.words
+        self._locks = ring.locks
         self._own = ring.layout.writer_word(rank)
         self._entries = ring.layout.entries
         self._lock_bytes = [e * ring.layout.ranks + rank for e in range(self._entries)]
@@ -54,7 +55,8 @@ class RingWriter:
         word = self.ring.headers[entry][self.rank]
         self._words[word + at.E_HEADER : word + at.E_HEADER + at.HEADER_WORDS] = array("q", header)
         self._words[word + at.E_COMMIT] = use + 1
-        self.next, self._claimed = use + 1, False
+        self.next = use + 1
+        self._claimed = False
         self._locks.unlock(self._lock_bytes[entry])
         # From here on the readers run; what follows does not delay them.
         self._words[self._own + at.W_PUBLISHED] = use + 1
@@ -66,7 +68,7 @@ class RingWriter:
             self._claim()
 
     def _claim(self) -> bool:
-        """Whether the entry after next is claimed, which no reader is then at or could ask for."""
+        """Say if the entry after next is claimed, which no reader is then at or could ask for."""
         if self._claimed:
             return True
         if self._absent or self._version != self._words[at.VERSION]:
@@ -91,8 +93,8 @@ class RingWriter:
         ranks = [rank for rank in range(self.ring.layout.ranks) if rank != self.rank]
         for k, name in self.ring.readers():
             if 0 <= (cursor := self.ring.cursor(k)) <= self._oldest:
-                behind = [f"rank {r}" for r in ranks if self.ring.published(r) <= cursor]
-                names |= dict.fromkeys(behind or [name])
+                late_ranks = [f"rank {r}" for r in ranks if self.ring.published(r) <= cursor]
+                names |= dict.fromkeys(late_ranks or [name])
         shown = ", ".join(names) or "a reader that was removed and still lives"
         return StallError(
             f"channel {self.ring.channel}: message {self.next} waited {timeout:g} s for the entry "
@@ -114,7 +116,8 @@ class RingReader:
         """Attach as the declared reader ``name``; closes ``ring`` when that fails."""
         self.ring = ring
         self._name = name
-        self._words, self._locks = ring.words, ring.locks
+        self._words = ring.words
+        self._locks = ring.locks
         self._entries = ring.layout.entries
         ranks = ring.layout.ranks
         self._lock_ranges = [(e * ranks, ranks) for e in range(self._entries)]
@@ -130,11 +133,11 @@ class RingReader:
 
     def _attach(self) -> None:
         ring = self.ring
-        found = [k for k, name in ring.readers() if name == self._name]
-        assert found, f"channel {ring.channel}: no reader {self._name!r} is declared"
-        base = self._base = ring.layout.reader_word(found[0])
+        places = [k for k, name in ring.readers() if name == self._name]
+        assert places, f"channel {ring.channel}: no reader {self._name!r} is declared"
+        base = self._base = ring.layout.reader_word(places[0])
         self._generation = self._words[base + at.R_GENERATION]
-        taken = self._locks.try_lock(EXCLUSIVE, at.LIFE + found[0])
+        taken = self._locks.try_lock(EXCLUSIVE, at.LIFE + places[0])
         assert taken, f"channel {ring.channel}: reader {self._name!r} is attached twice"
         if (start := self._words[base + at.R_START]) >= 0:
             taken = self._try_lock(start - 1)
@@ -156,8 +159,10 @@ class RingReader:
             for use in range(max(0, end - self._entries + 1), end):
                 if self._try_lock(use):
                     if self._incomplete(use) is None:
-                        self.next, self._again = use + 1, True
-                        self.use, self.view = use, self._views[use % self._entries]
+                        self.next = use + 1
+                        self._again = True
+                        self.use = use
+                        self.view = self._views[use % self._entries]
                         return
                     self._unlock(use)
             if end == 0 and self._try_lock(-1):
@@ -196,8 +201,10 @@ class RingReader:
         if words[0] != use + 1 or (count > 1 and self._incomplete(use) is not None):
             self._unlock(use)
             raise self._ended(self._incomplete(use) or 0)
-        self.use, self.view = use, self._views[entry]
-        self.next, self._holds_previous = use + 1, True
+        self.use = use
+        self.view = self._views[entry]
+        self.next = use + 1
+        self._holds_previous = True
         return words
 
     def unlock_previous(self) -> None:

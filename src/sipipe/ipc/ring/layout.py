@@ -36,15 +36,22 @@ from sipipe.ipc.memory import PAGE, Endpoint, round_up
 READERS = 256  # records of readers, at most; a reader that is started again has the same one
 LIFE = 1 << 32
 
-CLOSED, VERSION = 2, 3
+CLOSED = 2
+VERSION = 3
 _WRITERS = 8
 WRITER_WORDS = 8
-W_CLOSED, W_PUBLISHED = 0, 1
+W_CLOSED = 0
+W_PUBLISHED = 1
 READER_WORDS = 16
-R_DECLARED, R_START, R_GENERATION = 0, 1, 2
-R_ATTACHED, R_CURSOR, R_LEFT = 8, 9, 10
+R_DECLARED = 0
+R_START = 1
+R_GENERATION = 2
+R_ATTACHED = 8
+R_CURSOR = 9
+R_LEFT = 10
 ENTRY_WORDS = 8
-E_COMMIT, E_HEADER = 0, 1
+E_COMMIT = 0
+E_HEADER = 1
 HEADER_WORDS = 5
 READ_WORDS = E_HEADER + HEADER_WORDS
 
@@ -101,7 +108,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class RingEndpoint(msgspec.Struct, frozen=True):
-    """What a writer or reader needs to attach."""
+    """Endpoint by which a writer or reader attaches."""
 
     memory: Endpoint
     layout: Layout

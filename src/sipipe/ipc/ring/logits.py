@@ -26,7 +26,7 @@ from sipipe.messages.logits import LogitsShape
 
 
 class LogitsEndpoint(msgspec.Struct, frozen=True):
-    """What writers and readers need to attach."""
+    """Endpoint by which writers and readers attach."""
 
     ring: RingEndpoint
     shape: LogitsShape
@@ -43,7 +43,7 @@ class LogitsChannel:
         sampler that is restarted. ``readers``: the samplers. ResourceError: too little memory."""
         self._ring = Ring.create(name, logits_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
-        """What writers and readers need, while this process lives."""
+        """Endpoint for writers and readers, while this process lives."""
 
     def add_reader(self, name: str) -> None:
         """Declare a reader, such as a restarted sampler. It begins with the oldest complete
@@ -55,7 +55,7 @@ class LogitsChannel:
         self._ring.remove_reader(name)
 
     def behind(self) -> dict[str, int]:
-        """Of each reader not done with what is complete: which use it is at; -1: not attached."""
+        """Map each reader that is not done with what is complete to the use it is at; -1: not attached."""
         end = min(self._ring.published(rank) for rank in range(self.endpoint.shape.ranks))
         at = {name: self._ring.cursor(k) for k, name in self._ring.readers()}
         return {name: use for name, use in at.items() if use < end}

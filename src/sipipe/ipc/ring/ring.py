@@ -49,10 +49,14 @@ from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
 from sipipe.linux import set_lock
 
-_SETLK, _SETLKW = 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
+# F_OFD_*, absent from Python's fcntl before 3.14
+_SETLK = 37
+_SETLKW = 38
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
-SHARED, EXCLUSIVE, _UNLOCK = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
+SHARED = fcntl.F_RDLCK
+EXCLUSIVE = fcntl.F_WRLCK
+_UNLOCK = fcntl.F_UNLCK
 """The kinds of a lock: many may hold a byte shared, or one exclusively."""
 
 ATTACH_POLL = 0.001
@@ -109,7 +113,8 @@ class Locks:
 
     def close(self) -> None:
         """Free all locks and the descriptor. Idempotent."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             # Unlock first: another thread may still be inside the kernel with this description.
             with contextlib.suppress(OSError):
@@ -147,7 +152,9 @@ class Ring:
         self.words = words_of(memory, layout.words)
         self.locks = Locks(memory.endpoint.path)
         self._memory = memory
-        entries, ranks, stride = range(layout.entries), layout.ranks, layout.stride
+        entries = range(layout.entries)
+        ranks = layout.ranks
+        stride = layout.stride
         self.payload = memoryview(memory.map)[layout.payload :][: layout.payload_bytes]
         # Computed once, because every message asks for them: by entry, and by rank.
         self.headers = [[layout.entry_word(e, rank) for rank in range(ranks)] for e in entries]
