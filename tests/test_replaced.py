@@ -103,7 +103,8 @@ def replaced() -> set[tuple[str, str]]:
 
 def registered() -> set[tuple[str, str]]:
     """(file, name) of the page's rows."""
-    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
+    register = PAGE.read_text().partition("# What SiPipe intercepts")[0]
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", register, re.MULTILINE)
     return {
         (where, name.rpartition(".")[2])
         for names, files in rows
@@ -131,3 +132,34 @@ def test_what_replaces_is_found():
     )
     found = set_on_others(ast.parse(source), {"field", "sample"})
     assert found == {"schedule", "sample", "init", "of_theirs"}
+
+
+def test_every_row_says_what_upstream_does():
+    """The last column: an issue or pull request of vLLM's, or that none is known."""
+    rows = re.findall(r"^\| `.*$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) > 40
+    for row in rows:
+        upstream = row.rstrip(" |").rpartition(" | ")[2]
+        assert re.search(r"#\d{5}|none known", upstream), row
+
+
+def test_what_is_intercepted_has_a_row():
+    """Modes that answer functions of torch, and filters on vLLM's loggers."""
+    page = PAGE.read_text()
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text()
+        where = f"`{file.relative_to(SOURCE)}`"
+        for name in re.findall(r"^class (\w+)\(TorchFunctionMode\)", text, re.MULTILINE):
+            assert re.search(rf"`{name}`.*{re.escape(where)}", page), name
+        if "addFilter(" in text and "getLogger(" in text:
+            assert re.search(rf"addFilter.*{re.escape(where)}", page), where
+
+
+def test_private_names_of_the_page_are_used():
+    page = PAGE.read_text()
+    section = page[page.index("# What SiPipe intercepts") : page.index("# Proposals")]
+    rows = re.findall(r"^\| `(_[a-z]\w*)` of .*? \| (.*?) \|", section, re.MULTILINE)
+    assert len(rows) >= 3
+    for name, files in rows:
+        for where in re.findall(r"`([^`]+)`", files):
+            assert name in (SOURCE / where).read_text(), (name, where)
