@@ -35,7 +35,7 @@ POINTS = {
     "logits": ("sipipe.worker.hooks.draws:LastRows", "_hand_over"),
     "sample": ("tests.worker.arithmetic:Runner", "sample"),
     "hand on": ("sipipe.worker.publisher:Publisher", "_do"),
-    "spread": ("sipipe.worker.projection.logits:SharedProjection", "columns"),
+    "spread": ("sipipe.worker.projection.projection:SharedProjection", "columns"),
     "rows": ("sipipe.worker.projection.thread:ProjectionThread", "_do"),
     "product": ("tests.faults.stand_in:Shard", "whole"),
     "load blocks": ("tests.engine.shelf:Shelf", "start_load_kv"),

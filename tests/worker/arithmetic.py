@@ -152,6 +152,12 @@ class Runner:
 
     # ---- as vLLM's, in its order ----------------------------------------------------------------
 
+    def get_model(self):
+        return self.model
+
+    def _dummy_run(self, *_, **__):
+        """Nothing: this model has no tensors that a stage could leave unread."""
+
     def execute_model(self, output, receive=None):
         """``receive`` gives the hidden states, and is called when they are needed."""
         states = self.req_states
