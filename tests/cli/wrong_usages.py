@@ -213,7 +213,7 @@ SERVER = r"""
 [s] --config {file} => --config .*yaml
 [s] --uds '' --port 0x => --port
 [s] --uds {file} => --uds .*file: it is no socket
-[s] SIPIPE_SECRET=0123456789abcdef0123456789abcdef --nnodes 2 --master-addr 10.0.0..1 => 10.0.0..1: no such host
+[s] SIPIPE_SECRET=0123456789abcdef0123456789abcdef --nnodes 2 --master-addr 10.0.0..1 => '10.0.0..1' is neither a host's name nor an address
 [v] --nnodes 2 => nnodes
 [v] --port http => --port
 """

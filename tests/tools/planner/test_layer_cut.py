@@ -29,7 +29,9 @@ def test_no_cut_has_a_shorter_slowest_stage(costs, projection, p):
         times[-1] += projection
         return max(times)
 
-    found = _shortest([float(cost) for cost in costs], float(projection), p, len(costs))
+    found = _shortest(
+        [float(cost) for cost in costs], float(projection), p, len(costs), range(len(costs))
+    )
     assert len(found) == p
     assert sum(found) == len(costs)
     assert min(found) >= 1
