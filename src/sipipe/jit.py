@@ -7,7 +7,7 @@ directory is named by a hash of everything that the machine code depends on.
 
 Relies on: a kernel calls other kernels of its own package only, because the hash covers that
 package and this file. Cached code is executed, so it is loaded only from directories that no other
-user can have written to.
+user can have written to (:mod:`sipipe.private`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import importlib
 import os
 import pickle
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from numba.core.compiler import Compiler
 from numba.core.serialize import dumps
 
 from sipipe.errors import tell
+from sipipe.private import UnusableError, named_directory, private_directory, refused
 
 PATIENCE = 180.0
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,39 +59,38 @@ def cache_key(package: str) -> str:
 @cache
 def cache_directory(package: str) -> Path:
     """The directory of ``package``'s compiled kernels: under ``SIPIPE_CACHE_DIR`` if set, else the
-    user's cache directory; where that cannot be written and has none, the system's temporary one."""
+    user's cache directory; where that cannot be taken, which is said, the system's temporary one.
+    Raises ConfigError: the named one cannot be taken. It is not replaced: who names one relies on
+    it, as on what an image holds, or on code that only they have written."""
     key = cache_key(package)
-    named = os.environ.get("SIPIPE_CACHE_DIR")
+    if (named := named_directory()) is not None:
+        try:
+            return private_directory(named, ["kernels", key])
+        except (OSError, RuntimeError, UnusableError) as error:
+            raise refused(named, error) from None
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    shared = Path(tempfile.gettempdir())
-    for base, *parts in (
-        (Path(named), "kernels", key) if named else (home, "sipipe", "kernels", key),
-        (shared, f"sipipe-cache-{os.getuid()}", "kernels", key),
-    ):
-        # OSError: it cannot be written; RuntimeError: this user has no home.
-        with contextlib.suppress(OSError, RuntimeError):
-            directory = base.expanduser()
-            directory.mkdir(parents=True, exist_ok=True)
-            if all(_is_private(directory := directory / part) for part in parts) and (
-                os.access(directory, os.W_OK) or any(directory.glob("*.nbi"))
-            ):
-                return directory
+    reasons = []
+    try:
+        above = home.expanduser()
+        above.mkdir(parents=True, exist_ok=True)
+        return private_directory(above / "sipipe", ["kernels", key])
+    except (OSError, RuntimeError, UnusableError) as error:  # RuntimeError: this user has no home
+        reasons.append(str(error))
+    with contextlib.suppress(OSError, UnusableError):
+        ours = Path(tempfile.gettempdir(), f"sipipe-cache-{os.getuid()}")
+        # What is above it is not this user's alone, so a link may not stand there.
+        if not ours.is_symlink():
+            directory = private_directory(ours, ["kernels", key])
+            _say_where(directory, reasons)
+            return directory
     directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _say_where(directory, reasons)
     return directory
 
 
-def _is_private(directory: Path) -> bool:
-    """Make ``directory`` unless it exists; whether nobody else can have put a file into it."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()  # of a symlink itself: its target could be exchanged
-    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others_write:
-        return False
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        directory.chmod(0o700)
-    return True
+def _say_where(directory: Path, reasons: list[str]) -> None:
+    tell(f"compiled kernels are in {directory}, because {'; '.join(reasons)}")
 
 
 class _Locator(_CacheLocator):
@@ -144,8 +143,13 @@ class _Cache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with contextlib.suppress(OSError):  # no room, or no more: it stays in memory
-            super().save_overload(sig, data)
+        # Others may not be able to write what is executed, whatever they may do with other files.
+        usual = os.umask(0o077)
+        try:
+            with contextlib.suppress(OSError):  # no room, or no more: it stays in memory
+                super().save_overload(sig, data)
+        finally:
+            os.umask(usual)
 
 
 @cache

@@ -15,6 +15,8 @@ import pytest
 
 import sipipe
 from sipipe import jit
+from sipipe.errors import ConfigError
+from sipipe.private import check_named_directory
 
 KERNELS = "sipipe.sampler.kernels"
 SOURCES = Path(sipipe.__file__).parent
@@ -42,7 +44,8 @@ def copied(folder: Path) -> Path:
         shutil.copytree(
             SOURCES / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("__init__", "jit", "errors", "_version", "sampler/__init__", "worker/__init__"):
+    modules = ("__init__", "jit", "private", "errors", "_version")
+    for name in (*modules, "sampler/__init__", "worker/__init__"):
         shutil.copy(SOURCES / f"{name}.py", package / f"{name}.py")
     return package
 
@@ -137,13 +140,11 @@ def test_a_read_only_installation_without_a_home(tmp_path: Path) -> None:
         folder.chmod(0o555)
     blocked = tmp_path / "blocked"
     blocked.write_text("")
-    for home in (
-        {},
-        {"HOME": str(blocked)},
-        {"HOME": str(blocked), "SIPIPE_CACHE_DIR": str(blocked)},
-    ):
-        printed, _ = run(package, DRAW, TMPDIR=str(shared), XDG_CACHE_HOME=str(blocked), **home)
+    for home in ({}, {"HOME": str(blocked)}):
+        printed, said = run(package, DRAW, TMPDIR=str(shared), XDG_CACHE_HOME=str(blocked), **home)
         assert 0.0 <= float(printed) < 1.0
+        assert f"sipipe: compiled kernels are in {shared}/sipipe-cache" in said
+        assert "File exists" in said
     [ours] = shared.iterdir()
     assert ours.name == f"sipipe-cache-{os.getuid()}"
     for path in (ours, *ours.rglob("*")):
@@ -153,39 +154,118 @@ def test_a_read_only_installation_without_a_home(tmp_path: Path) -> None:
     assert len({code.parent for code in ours.rglob("*.nbc")}) == len(PACKAGES)
 
 
+def trapped(monkeypatch: pytest.MonkeyPatch, target: Path, trap: str) -> None:
+    """``target`` as another user could have made it, or can change it."""
+    if trap == "open":
+        target.chmod(0o777)
+    elif trap == "group":
+        target.chmod(0o770)
+    elif trap == "symlink":
+        elsewhere = target.with_name("elsewhere")
+        target.rename(elsewhere)
+        target.symlink_to(elsewhere)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)  # whose is nothing here
+
+        look = Path.stat
+
+        def foreign(path: Path, **how) -> os.stat_result:  # `lstat` asks it too
+            found = list(look(path, **how))
+            found[4] = 12 if path == target else 4711  # st_uid
+            return os.stat_result(found)
+
+        monkeypatch.setattr(Path, "stat", foreign)
+
+
+@pytest.mark.parametrize("part", ["named", "kernels", "KEY", "code"])
+@pytest.mark.parametrize("trap", ["foreign", "open", "group", "symlink"])
+def test_a_named_directory_that_others_can_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, trap: str
+) -> None:
+    """From the named one down, files included: all of it is executed."""
+    key = jit.cache_directory(KERNELS)
+    code = key / "philox.uniform-7.py311.nbi"
+    code.touch()
+    named = tmp_path / "named"
+    target = {"named": named, "kernels": named / "kernels", "KEY": key, "code": code}[part]
+    trapped(monkeypatch, target, trap)
+    forget()
+    if (part, trap) == ("named", "symlink"):  # who could exchange it is above it
+        assert jit.cache_directory(KERNELS) == key
+        return
+    with pytest.raises(
+        ConfigError, match=f"^SIPIPE_CACHE_DIR {named} cannot keep .*{target}"
+    ) as it:
+        jit.cache_directory(KERNELS)
+    assert "\n" not in str(it.value)
+    if part in ("named", "kernels"):  # before anything starts
+        with pytest.raises(ConfigError, match=f"^SIPIPE_CACHE_DIR {named} cannot keep .*{target}"):
+            check_named_directory()
+
+
+def test_a_named_directory_may_be_shared_as_tmp_is(tmp_path: Path) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named").chmod(0o1777)
+    assert jit.cache_directory(KERNELS).parent == tmp_path / "named" / "kernels"
+    (tmp_path / "named" / "kernels").chmod(0o1777)
+    forget()
+    with pytest.raises(ConfigError, match=r"others can write to .*kernels"):
+        jit.cache_directory(KERNELS)
+
+
+@pytest.mark.parametrize("blocked", ["a file in its place", "a loop of links"])
+def test_a_named_directory_that_cannot_be_made_is_refused(tmp_path: Path, blocked: str) -> None:
+    named = tmp_path / "named"
+    if blocked == "a loop of links":
+        named.symlink_to(named)
+    else:
+        named.touch()
+    for look in (check_named_directory, lambda: jit.cache_directory(KERNELS)):
+        with pytest.raises(ConfigError, match=f"^SIPIPE_CACHE_DIR {named} cannot keep compiled"):
+            look()
+    forget()
+
+
+@pytest.mark.ci
+def test_warm_refuses_it_in_one_line(tmp_path: Path) -> None:
+    named = tmp_path / "named"
+    named.touch()
+    ended = subprocess.run(
+        [sys.executable, "-m", "sipipe", "warm"],
+        env={**os.environ, "SIPIPE_CACHE_DIR": str(named)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stderr.startswith(f"sipipe: SIPIPE_CACHE_DIR {named} cannot keep")
+
+
 @pytest.mark.parametrize("depth", range(3))
 @pytest.mark.parametrize("trap", ["foreign", "open", "symlink"])
-def test_a_directory_that_others_can_write_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, depth: int, trap: str
+def test_an_unnamed_directory_that_others_can_write_is_left_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, depth: int, trap: str, capsys
 ) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("")
-    monkeypatch.setenv("SIPIPE_CACHE_DIR", str(blocked))
+    monkeypatch.delenv("SIPIPE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     expected = jit.cache_directory(KERNELS)
     parts = (f"sipipe-cache-{os.getuid()}", "kernels", jit.cache_key(KERNELS))
     assert expected == (tmp_path / "tmp").joinpath(*parts)
     assert jit.cache_directory.__wrapped__(KERNELS) == expected  # ours is taken again
-    target = (tmp_path / "tmp").joinpath(*parts[: depth + 1])
-    if trap == "open":
-        target.chmod(0o777)
-    elif trap == "symlink":
-        target.rename(tmp_path / "elsewhere")
-        target.symlink_to(tmp_path / "elsewhere")
-    else:
-        lstat = Path.lstat
-
-        def foreign(path: Path) -> os.stat_result:
-            found = list(lstat(path))
-            if path == target:
-                found[4] += 1  # st_uid
-            return os.stat_result(found)
-
-        monkeypatch.setattr(Path, "lstat", foreign)
+    trapped(monkeypatch, (tmp_path / "tmp").joinpath(*parts[: depth + 1]), trap)
     forget()
+    capsys.readouterr()
     taken = jit.cache_directory(KERNELS)
     assert taken.parent == tmp_path / "tmp"  # a new one, made by mkdtemp
     assert taken.name.startswith("sipipe-kernels-")
     assert taken.stat().st_mode & 0o777 == 0o700
+    said = capsys.readouterr().err
+    assert said.startswith(f"sipipe: compiled kernels are in {taken}, because ")
+    assert str(blocked) in said
 
 
 def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up(monkeypatch):
@@ -208,13 +288,27 @@ def test_kernels_of_an_image_that_can_only_be_read_are_taken(monkeypatch):
     directory = jit.cache_directory(KERNELS)
     monkeypatch.setattr(os, "access", lambda *_: False)
     forget()
-    assert jit.cache_directory(KERNELS) != directory, "there is nothing to take"
+    with pytest.raises(ConfigError, match="cannot be written, and has no kernels for this CPU"):
+        jit.cache_directory(KERNELS)
+    with pytest.raises(ConfigError, match="cannot be written, and has no kernels in it"):
+        check_named_directory()
     (directory / "draw.nbi").touch()
     forget()
     assert jit.cache_directory(KERNELS) == directory
+    check_named_directory()
     monkeypatch.setattr("builtins.open", Mock(side_effect=OSError(errno.EROFS, "read only")))
     with jit.compiling(KERNELS):
         pass
+
+
+@pytest.mark.ci
+def test_what_is_kept_is_written_by_this_user_alone(tmp_path):
+    """Whatever the umask lets others do with other files."""
+    package = copied(tmp_path / "site")
+    run(package, "import os\nos.umask(0)\n" + DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))
+    files = list((tmp_path / "cache").rglob("*.nb?"))
+    assert len(files) > 2
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_a_full_disk_costs_only_what_is_not_kept(tmp_path):

@@ -325,14 +325,15 @@ def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
     """Be a sampler; the arguments are those of :mod:`sipipe.sampler.__main__`."""
     sender = GatherSender(socket.socket(fileno=int(tokens)))
     show(name)
-    warm_up([dtype])
-    warm_up_ngrams()
-    if name == SPARE:
-        parent.say(Warm())
-    boot: SamplerBoot = parent.receive()
-    show(sampler_name(boot.index))
     sampler = None
     try:
+        warm_up([dtype])
+        warm_up_ngrams()
+        if name == SPARE:
+            parent.say(Warm())
+        boot: SamplerBoot = parent.receive()
+        name = sampler_name(boot.index)
+        show(name)
         sampler = Sampler(boot, sender, parent.say)
         measured = {}
         if boot.measure:
@@ -343,7 +344,7 @@ def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
     except (ChannelClosed, SystemExit):
         pass
     except SiPipeError as error:
-        sys.stderr.write(f"SiPipe {sampler_name(boot.index)}: {error}\n")
+        sys.stderr.write(f"SiPipe {name}: {error}\n")
         return 1
     finally:
         parent.let_end()

@@ -179,11 +179,16 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
 
 def check_setup(setup: Any) -> list[str]:
     """What ``setup`` says, if no process of the engine would stumble. Raises ResourceError: too little
-    shared memory; ConfigError: traces cannot be written, the main host's ports not listened on."""
+    shared memory; ConfigError: traces cannot be written, the main host's ports not listened on, or a
+    directory of compiled code not be taken."""
+    from sipipe.engine.setup.compiled_models import check_compiled_models
     from sipipe.engine.setup.describe import describe_setup
     from sipipe.engine.setup.host_agreement import check_main_host
     from sipipe.observe.recorder import check_directory
+    from sipipe.private import check_named_directory
 
+    check_named_directory()
+    check_compiled_models(setup.vllm_config)
     if setup.config.trace is not None:
         check_directory(setup.config.trace)
     if not setup.node:

@@ -10,8 +10,11 @@ backend, whose functions need no finishing and lack the method, so each worker w
 
 from __future__ import annotations
 
+import errno
 import functools
 import mmap
+import os
+import stat
 from contextlib import AbstractContextManager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -204,8 +207,12 @@ def use_compiled(config: VllmConfig) -> None:
     load = torch.compiler.load_compiled_function
 
     @functools.wraps(load)
-    def finished(*args: Any, **kwargs: Any) -> Any:
-        found = load(*args, **kwargs)
+    def finished(file: Any, *args: Any, **kwargs: Any) -> Any:
+        state = os.fstat(file.fileno())  # of what is read, which nobody can exchange any more
+        if state.st_uid not in (os.geteuid(), 0) or state.st_mode & stat.S_IWOTH:
+            # What it holds is executed. vLLM says this, and compiles anew.
+            raise PermissionError(errno.EPERM, "others can have written it", file.name)
+        found = load(file, *args, **kwargs)
         function = found._artifacts.compiled_fn
         if not hasattr(function, "finalize_loading"):
             function.finalize_loading = lambda _: None

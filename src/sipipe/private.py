@@ -1,0 +1,94 @@
+"""Where code is kept that is executed: a directory that nobody else can have written to.
+
+Used by :mod:`sipipe.jit`, whose kernels are pickles and machine code, and by the checks in the
+foreground, which import neither Numba nor LLVM: a worker that is forked later could not be set up.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sipipe.errors import ConfigError
+
+VARIABLE = "SIPIPE_CACHE_DIR"
+CODE = ("*.nbi", "*.nbc")
+"""Files that are executed: Numba's index and its code."""
+
+
+class UnusableError(Exception):
+    """A directory cannot be taken; says why."""
+
+
+def private_directory(base: Path, parts: Sequence[str], *, whole: bool = True) -> Path:
+    """The directory ``base/parts``, made unless it exists. ``base`` and all below it are this
+    user's or root's, and nobody else can write there; so are, if ``whole``, the code files in the
+    last one. What is above ``base`` is the business of whoever names it.
+
+    Raises UnusableError: it is not so, or it can neither be written nor has any code in it. OSError:
+    it cannot be made."""
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Of a base that is a link the target counts: who could exchange the link is above it.
+    _check(base, base.stat(), stat.S_ISDIR, sticky=True)
+    directory = base
+    for part in parts:
+        directory = directory / part
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _check(directory, directory.lstat(), stat.S_ISDIR)
+    if not whole:
+        return directory
+    code = [file for pattern in CODE for file in directory.glob(pattern)]
+    for file in code:
+        _check(file, file.lstat(), stat.S_ISREG)
+    if not code and not os.access(directory, os.W_OK):
+        raise UnusableError(f"{directory} cannot be written, and has no kernels for this CPU in it")
+    return directory
+
+
+def _check(
+    path: Path,
+    state: os.stat_result,
+    of_its_kind: Callable[[int], bool],
+    *,
+    sticky: bool = False,
+) -> None:
+    """``sticky``: others may add files, but exchange none of this user's, as in /tmp."""
+    mode = state.st_mode
+    if not of_its_kind(mode):
+        raise UnusableError(
+            f"{path} is not a {'directory' if of_its_kind is stat.S_ISDIR else 'file'}"
+        )
+    if state.st_uid not in (os.geteuid(), 0):
+        raise UnusableError(f"{path} is another user's ({state.st_uid})")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not (sticky and mode & stat.S_ISVTX):
+        raise UnusableError(f"others can write to {path}: chmod go-w {path}")
+
+
+def named_directory() -> Path | None:
+    """The directory that the user names for kernels."""
+    named = os.environ.get(VARIABLE)
+    return Path(named).expanduser() if named else None
+
+
+def refused(named: Path, error: Exception) -> ConfigError:
+    """What is said of a named directory that cannot be taken."""
+    why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return ConfigError(
+        f"{VARIABLE} {named} cannot keep compiled kernels: {why}. Name a directory of this user "
+        "alone, or leave it out"
+    )
+
+
+def check_named_directory() -> None:
+    """Before anything starts. Raises ConfigError: the directory that the user names for kernels
+    cannot be taken, whatever CPU this is."""
+    if (named := named_directory()) is None:
+        return
+    try:
+        kernels = private_directory(named, ["kernels"], whole=False)
+        if not os.access(kernels, os.W_OK) and not any(kernels.glob("*/*.nbi")):
+            raise UnusableError(f"{kernels} cannot be written, and has no kernels in it")
+    except (OSError, RuntimeError, UnusableError) as error:
+        raise refused(named, error) from None

@@ -1,0 +1,34 @@
+"""A damaged cache of compiled models: the next start compiles anew, and draws the same tokens."""
+
+import pytest
+from tests.engine.engines import Engine, greedy, model, prompts, shared, tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut off": lambda data: data[: len(data) // 2],
+    "zeros at its begin": lambda data: bytes(64) + data[64:],
+    "zeros amid": lambda data: data[: len(data) // 2] + bytes(4096) + data[len(data) // 2 + 4096 :],
+    "zeros at its end": lambda data: data[:-4096] + bytes(4096),
+}
+
+
+def run(models, root):
+    settings = shared(2) | {"enforce_eager": False}
+    batch = {"prompts": prompts(4), "params": greedy(4)}
+    with Engine(model(models), env={"VLLM_CACHE_ROOT": str(root)}, **settings) as engine:
+        [found] = engine.run([batch])
+        return tokens(found), engine.log.read_text()
+
+
+def test_damaged_files_are_compiled_anew(models, tmp_path):
+    expected, _ = run(models, tmp_path)
+    for name, damage in DAMAGES.items():
+        files = sorted((tmp_path / "torch_compile_cache").rglob("rank_*/model"))
+        assert len(files) == 2, "a stage's each"
+        for file in files:
+            file.write_bytes(damage(file.read_bytes()))
+        found, log = run(models, tmp_path)
+        assert found == expected, name
+        assert "Compiling model again due to a load failure" in log, name
