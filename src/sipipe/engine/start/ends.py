@@ -91,13 +91,16 @@ def watch_ends() -> None:
 
 
 def say_cause_last() -> None:
-    """Under ``vllm serve``: why the engine ended is the last line, and vLLM's front end adds no
-    traceback to it."""
+    """Under ``vllm serve``: why the server ended is the last line, and vLLM's front end adds no
+    traceback to what an engine has said."""
     show_others = sys.excepthook
 
     def show(kind: Any, error: Any, where: Any) -> None:
-        if not isinstance(error, EngineDiedError):
-            show_others(kind, error, where)
+        if isinstance(error, EngineDiedError):
+            return
+        show_others(kind, error, where)
+        if isinstance(error, Exception):  # as of an API server of several that was killed
+            leave_last_word(f"{kind.__name__}: {error}")
 
     def say() -> None:
         if cause := last_word():

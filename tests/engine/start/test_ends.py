@@ -1,0 +1,161 @@
+"""vLLM's front ends say which process of an engine ended, how, and why."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.engine import async_llm, utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from sipipe.engine.start import ends, plugin
+from sipipe.engine.start.ends import EngineProcesses
+from sipipe.errors import EngineDiedError
+from sipipe.ipc import last_word as words
+from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
+
+
+@pytest.fixture(autouse=True)
+def _a_place(monkeypatch):
+    monkeypatch.setattr(words, "_held", held := {})
+    monkeypatch.setenv(words.VARIABLE, "")
+    hold_last_word()
+    yield
+    for place in held.values():
+        os.close(int(place.name))
+
+
+def _fail(status, word):
+    leave_last_word(word)
+    os._exit(status)
+
+
+def _die(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Makes a manager of a process that runs ``target``."""
+    monkeypatch.setattr(utils, "shutdown", lambda processes, timeout=None: None)
+
+    def start(target, *args):
+        manager = EngineProcesses.__new__(EngineProcesses)
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=target, args=args, name="EngineCore")
+        process.start()
+        manager.processes = [process]
+        manager.manager_stopped = multiprocessing.Event()
+        manager._finalizer = SimpleNamespace(detach=lambda: None)
+        return manager, process
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "cause", "status"),
+    [
+        (_die, (signal.SIGKILL,), r"EngineCore \(pid \d+\) was killed by SIGKILL while it st", 1),
+        (_fail, (1, "stage worker stage1.0 died"), "^stage worker stage1.0 died$", 1),
+        (_fail, (2, "--dtype is wrong"), "^--dtype is wrong$", 2),
+        (_fail, (3, ""), r"EngineCore \(pid \d+\) ended with status 3 while it started", 1),
+        (_fail, (0, ""), r"EngineCore \(pid \d+\) ended with status 0 while it started", 1),
+    ],
+)
+def test_a_start_that_fails_names_process_and_cause(started, target, args, cause, status):
+    """Also in the moment in which its descriptors are closed, and its status is still to come."""
+    manager, process = started(target, *args)
+    multiprocessing.connection.wait([process.sentinel])
+    with pytest.raises(EngineDiedError, match=cause) as died:
+        manager.finished_procs()
+    assert isinstance(died.value, RuntimeError), "as vLLM's own is"
+    assert died.value.status == status
+
+
+def test_an_engine_that_is_told_to_end_says_nothing(started):
+    manager, process = started(signal.pause)
+    assert manager.finished_procs() == {}
+    manager.shutdown()
+    process.kill()
+    process.join()
+    manager.shutdown()
+    assert last_word() == ""
+
+
+def test_an_engine_that_is_killed_while_it_serves_is_named(started):
+    manager, process = started(signal.pause)
+    process.kill()
+    multiprocessing.connection.wait([process.sentinel])
+    manager.shutdown()  # vLLM's monitor
+    assert last_word().endswith("was killed by SIGKILL")
+
+
+def test_clients_of_a_dead_engine_are_told_why(monkeypatch):
+    monkeypatch.setattr(EngineDeadError, "__init__", EngineDeadError.__init__)
+    for place in ("EngineCoreProc.run_engine_core", "DPCoordinatorProc.run_coordinator"):
+        name, function = place.split(".")
+        owner = getattr(ends.core, name, None) or getattr(ends.coordinator, name)
+        monkeypatch.setattr(owner, function, staticmethod(getattr(owner, function)))
+    run = ends.process_utils.run_api_server_worker_proc
+    monkeypatch.setattr(ends.process_utils, "run_api_server_worker_proc", run)
+    monkeypatch.setattr(utils, "CoreEngineProcManager", utils.CoreEngineProcManager)
+    ends.watch_ends()
+    assert "stack trace" in str(EngineDeadError()), "nobody has said any more"
+    leave_last_word("stage worker stage1.0 died")
+    assert str(EngineDeadError()) == "the engine has ended: stage worker stage1.0 died"
+
+
+def test_clients_of_a_front_end_that_fails_are_told_why(monkeypatch):
+    async def generate(*_, **__):
+        yield SimpleNamespace(outputs=[])
+        raise EngineGenerateError from ValueError("Counters can only be incremented")
+
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    plugin.tell_clients_why()
+
+    async def ask():
+        engine = SimpleNamespace(errored=True)
+        return [output async for output in async_llm.AsyncLLM.generate(engine)]
+
+    told = "vLLM's front end failed: ValueError: Counters can only be incremented"
+    with pytest.raises(EngineGenerateError, match=told):
+        asyncio.run(ask())
+    assert last_word() == told, "the server ends, and says it last"
+
+
+LAST = """
+import sys, weakref
+from sipipe.engine.start.ends import say_cause_last
+from sipipe.errors import EngineDiedError
+from sipipe.ipc.last_word import hold_last_word, leave_last_word
+class Manager: pass
+manager = Manager()
+hold_last_word()
+say_cause_last()
+weakref.finalize(manager, print, "vLLM ends its processes", file=sys.stderr)
+if "died" in sys.argv[1]:
+    leave_last_word("stage worker stage1.0 died")
+raise eval(sys.argv[1])
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        ("EngineDiedError('died')", "sipipe: stage worker stage1.0 died"),
+        ("RuntimeError('a process')", "sipipe: RuntimeError: a process"),
+    ],
+)
+def test_under_vllm_serve_the_cause_is_the_last_line(error, last):
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST, error], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-2:] == ["vLLM ends its processes", last]
+    assert ("Traceback" in ended.stderr) == error.startswith("RuntimeError")
