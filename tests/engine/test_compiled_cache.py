@@ -22,13 +22,20 @@ def run(models, root):
         return tokens(found), engine.log.read_text()
 
 
-def test_damaged_files_are_compiled_anew(models, tmp_path):
-    expected, _ = run(models, tmp_path)
-    for name, damage in DAMAGES.items():
-        files = sorted((tmp_path / "torch_compile_cache").rglob("rank_*/model"))
-        assert len(files) == 2, "a stage's each"
-        for file in files:
-            file.write_bytes(damage(file.read_bytes()))
-        found, log = run(models, tmp_path)
-        assert found == expected, name
-        assert "Compiling model again due to a load failure" in log, name
+@pytest.fixture(scope="module")
+def compiled(models, tmp_path_factory):
+    """Where two stages are compiled, and the tokens; each test leaves it sound again."""
+    root = tmp_path_factory.mktemp("compiled")
+    return root, run(models, root)[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_files_are_compiled_anew(models, compiled, damage):
+    root, expected = compiled
+    files = sorted((root / "torch_compile_cache").rglob("rank_*/model"))
+    assert len(files) == 2, "a stage's each"
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    found, log = run(models, root)
+    assert found == expected
+    assert "Compiling model again due to a load failure" in log
