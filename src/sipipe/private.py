@@ -73,7 +73,7 @@ def named_directory() -> Path | None:
 
 
 def refused(named: Path, error: Exception) -> ConfigError:
-    """What is said of a named directory that cannot be taken."""
+    """Refusal of a named directory that cannot be taken, as one line."""
     why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
     return ConfigError(
         f"{VARIABLE} {named} cannot keep compiled kernels: {why}. Name a directory of this user "

@@ -120,7 +120,7 @@ def test_clients_of_a_front_end_that_fails_are_told_why(monkeypatch):
 
     async def ask():
         engine = SimpleNamespace(errored=True)
-        return [output async for output in async_llm.AsyncLLM.generate(engine)]
+        return [output async for output in async_llm.AsyncLLM.generate(engine, "a prompt", None)]
 
     told = "vLLM's front end failed: ValueError: Counters can only be incremented"
     with pytest.raises(EngineGenerateError, match=told):
