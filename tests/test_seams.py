@@ -112,6 +112,14 @@ vllm.v1.core.sched.scheduler:Scheduler.get_num_unfinished_requests(self)
 vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request(self, request)
 # What a client is told of a request that fails, and what its seed comes from.
 vllm.v1.engine.async_llm:AsyncLLM.generate
+vllm.v1.engine.async_llm:AsyncLLM.shutdown(self, timeout)
+vllm.v1.engine.output_processor:OutputProcessor.propagate_error(self, e)
+# An engine that is told to end while it is paused.
+vllm.v1.engine.core:EngineCoreProc._handle_shutdown(self)
+vllm.v1.engine.core:EngineCoreProc.is_scheduler_paused(self)
+vllm.v1.engine.core:EngineCoreProc._send_abort_outputs(self, aborted_reqs)
+vllm.v1.core.sched.scheduler:Scheduler.set_pause_state(self, pause_state)
+vllm.v1.core.sched.scheduler:Scheduler.finish_requests(self, request_ids, finished_status)
 vllm.v1.utils:shutdown(procs, timeout)
 vllm.v1.engine.input_processor:InputProcessor.assign_request_id(request)
 vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead(self, request, num_computed_tokens, num_new_tokens)
@@ -250,7 +258,9 @@ vllm.config:ParallelConfig: pipeline_parallel_size tensor_parallel_size world_si
     use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env
 vllm.entrypoints.common.cli_args:FrontendArgs: middleware
 # A server that ends: what of it the middleware asks.
-vllm.v1.engine.async_llm:AsyncLLM: engine_core errored
+vllm.v1.engine.async_llm:AsyncLLM: engine_core errored output_handler output_processor
+vllm.v1.engine.core:EngineCoreProc: shutdown_state
+vllm.v1.executor.abstract:Executor: is_sleeping
 vllm.v1.engine.core_client:MPClient: resources
 vllm.v1.engine.core_client:BackgroundResources: engine_manager
 vllm.v1.engine.utils:CoreEngineProcManager: manager_stopped

@@ -79,8 +79,10 @@ class Executor(VllmExecutor):
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
         from sipipe.engine.hosts.remote import meet
         from sipipe.engine.pipeline import Pipeline
+        from sipipe.engine.start.drain import drain_though_paused
 
         require_vllm()
+        drain_though_paused()
         self._placement: object = None
         if self.parallel_config.placement_group is not None:
             from sipipe.engine.hosts.ray_placement import place

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from sipipe.engine.start.drain import is_ending
 from sipipe.observe.live import LivePage, Word, still_there
 
 ENDING = {"message": "the server is ending", "type": "ServiceUnavailableError", "code": 503}
@@ -26,7 +27,9 @@ class Health:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer, http = self._app, scope["type"] == "http"
         asked = http and scope["path"] == "/health"
-        if (asked or (http and scope["method"] == "POST")) and _ending(scope["app"].state):
+        if (asked or (http and scope["method"] == "POST")) and is_ending(
+            scope["app"].state.engine_client
+        ):
             # Else a client's next request would come here too. Closed with a part of the body
             # unread, the connection would be reset, and the answer lost.
             answer = JSONResponse({"error": ENDING}, 503, {"Connection": "close"})
@@ -39,12 +42,3 @@ class Health:
     def _stalled(self) -> bool:
         self._pages = still_there(self._pages)
         return any(page.block(("executor", 0, 0))[Word.STALLED] for page in self._pages)
-
-
-def _ending(state: Any) -> bool:
-    """Whether this server's engine lives and was told to end. One of several cannot know."""
-    client = state.engine_client
-    if client is None or client.errored:
-        return False
-    manager = client.engine_core.resources.engine_manager
-    return manager is not None and bool(manager.manager_stopped.is_set())

@@ -138,12 +138,14 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
         schedules_ahead,
     )
     from sipipe.engine.setup.vllm_config import PipelineVllmConfig
+    from sipipe.engine.start.drain import tell_left_over
     from sipipe.engine.start.ends import say_cause_last, watch_ends
     from sipipe.observe import metrics
 
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     metrics.register()
     tell_clients_why()
+    tell_left_over()
     watch_ends()
     if _is_vllms_command() and parent_process() is None:
         say_cause_last()
@@ -290,6 +292,7 @@ def tell_clients_why() -> None:
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     from sipipe.engine.scheduling.compilations import INVALID
+    from sipipe.engine.start.drain import EndedFirstError, is_ending
     from sipipe.engine.start.sessions import checked_turns, ends_session, is_session
 
     generate = AsyncLLM.generate
@@ -307,8 +310,12 @@ def tell_clients_why() -> None:
             async with aclosing(
                 generate(self, prompt, sampling_params, *args, **kwargs)
             ) as outputs:
+                begun = False
                 async for output in outputs:
                     for sequence in output.outputs:
+                        begun = begun or bool(sequence.token_ids)
+                        if sequence.finish_reason == "abort" and not begun and is_ending(self):
+                            raise EndedFirstError  # it came as the engine was told to end
                         if sequence.finish_reason == "error" and sequence.stop_reason:
                             why = sequence.stop_reason
                             refused = why.startswith(INVALID)
