@@ -24,7 +24,7 @@ def _posting() -> None:
         self._schemas.clear()
         self._schema = None
         send(self, *args, timeout=timeout, **kwargs)
-        self.wait_sent(timeout)
+        self.flush(timeout)
 
     def copied(self: Receiver, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {key: tensor.clone() for key, tensor in take(self, *args, **kwargs).items()}

@@ -203,7 +203,7 @@ class NoLinks:
     def nothing(self, *_: Any) -> None:
         pass
 
-    release = send = wait_sent = interrupt = close = nothing
+    release = send = wait_sent = flush = interrupt = close = nothing
 
 
 # ---- scheduling outputs -------------------------------------------------------------------------

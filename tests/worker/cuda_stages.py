@@ -555,7 +555,7 @@ class Rig:
 
     def sends_at_once(self, sender):
         """What ``sender`` sends leaves at once, and not by a thread that runs as it likes."""
-        sender.wait_sent()
+        sender.flush()
 
         def transmit(job):
             sender._transmit(job)

@@ -49,6 +49,11 @@ class LinkEndpoint:
         assert self.depth >= 2, self
 
     @property
+    def by_host(self) -> bool:
+        """Whether a GPU's hidden states go by way of host memory."""
+        return self.device == "cuda" and self.kind != "cuda_ipc"
+
+    @property
     def transport(self) -> str:
         """The transport in a start-up line."""
         kind = f"{self.kind}, not encrypted" if self.token else self.kind

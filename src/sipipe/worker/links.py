@@ -39,6 +39,8 @@ class NoEnd:
 
     def wait_sent(self) -> None: ...
 
+    def flush(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -99,8 +101,12 @@ class Links:
         self._sender.send(iteration, tokens, part)
 
     def wait_sent(self) -> None:
-        """Until everything that was sent may be overwritten."""
+        """Return when everything that was sent may be overwritten. As :meth:`Sender.wait_sent`."""
         self._sender.wait_sent()
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left."""
+        self._sender.flush()
 
     def interrupt(self) -> None:
         """End a :meth:`take` that waits."""

@@ -252,7 +252,7 @@ class SampledStage(ClosedStage):
     def drain(self) -> None:
         self._projection.drain()
         self._publisher.drain()
-        self._links.wait_sent()
+        self._links.flush()
 
     def doing(self) -> str:
         said = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]

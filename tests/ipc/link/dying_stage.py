@@ -41,7 +41,8 @@ class Stage:
     def send_one(self):
         sender = open_sender(self.endpoint, self.sock)
         sender.send(0, 4, hidden(4, 0))
-        sender.wait_sent(60)
+        sender.flush(60)
+        sender.wait_sent(60)  # on a GPU: it has been copied
         return sender
 
     def sends_one_then_waits(self):

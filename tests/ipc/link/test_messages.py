@@ -83,6 +83,6 @@ def test_tensors_are_let_go_when_they_are_sent(sender, receiver):
     large.owner = Owner()  # type: ignore[attr-defined]
     sender.send(0, 64, {"h": large})
     receiver.take(0, 64, BOUND)
-    sender.wait_sent(BOUND)
+    sender.flush(BOUND)
     del large
     assert freed.wait(BOUND)

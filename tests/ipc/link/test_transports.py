@@ -175,7 +175,7 @@ def test_a_long_prompt_crosses_in_pieces_through_the_same_buffers(sender, receiv
         for i, size in enumerate(sizes):
             assert_equal(receiver.take(start + i, size, BOUND), sent[i])
             receiver.release(start + i)
-    sender.wait_sent(BOUND)
+    sender.flush(BOUND)
     assert sender._submitted == 1 + 10 + 1 + 1 + 10 + 1 + 10 + 2 + 1, "frames"
 
 
@@ -221,7 +221,7 @@ def test_closing_amid_pieces(link, who):
     exchange(link, 0, 1, hidden(1))
     sender.send(1, LONG, hidden(LONG))
     with pytest.raises(StallError):
-        sender.wait_sent(0.05)
+        sender.flush(0.05)
     if who == "sender":
         sender.close(0.01)
         with pytest.raises(LinkClosedError, match="previous stage"):
@@ -231,7 +231,7 @@ def test_closing_amid_pieces(link, who):
     else:
         receiver.close()
         with pytest.raises(LinkClosedError, match="next stage"):
-            sender.wait_sent(BOUND)
+            sender.flush(BOUND)
 
 
 def test_what_comes_in_pieces_is_taken_with_nothing_held(sender, receiver):
@@ -279,7 +279,7 @@ def test_closing_an_end_ends_a_wait(link, closes, waits, words):
     closing.join()
 
 
-def test_closing_wakes_a_waiting_wait_sent(sender, monkeypatch):
+def test_closing_wakes_a_waiting_flush(sender, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     announce = sender._transport.announce
 
@@ -294,7 +294,7 @@ def test_closing_wakes_a_waiting_wait_sent(sender, monkeypatch):
     closing = threading.Thread(target=sender.close, args=(0.01,))
     closing.start()
     with pytest.raises(LinkClosedError, match="this sender"):
-        sender.wait_sent(BOUND)
+        sender.flush(BOUND)
     go_on.set()
     closing.join(BOUND)
     assert not closing.is_alive()
@@ -310,7 +310,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(sender, monkeypatch):
     monkeypatch.setattr(sender._transport, "announce", fails)
     sender.send(0, 1, hidden(1))
     with pytest.raises(MemoryError, match="none left"):
-        sender.wait_sent(BOUND)
+        sender.flush(BOUND)
     sender._thread.join(BOUND)
     assert [str(error) for error in told] == ["none left"]
     with pytest.raises(MemoryError, match="none left"):

@@ -65,7 +65,7 @@ class CudaIpcSending(ShmSending):
             parts[index] = part.contiguous()
         return self._device.now().record_event()
 
-    def is_quick(self, nbytes: int, after: Any) -> bool:  # noqa: ARG002
+    def is_quick(self, nbytes: int) -> bool:  # noqa: ARG002
         return True  # nothing is copied by the caller, only queued
 
     def _make_room(self, total: int) -> None:  # noqa: ARG002 - the receiver allocates

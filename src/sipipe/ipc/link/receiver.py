@@ -15,6 +15,7 @@ import torch
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import LinkClosedError, TransferMismatchError
+from sipipe.ipc.link.host_copies import Arrivals
 from sipipe.ipc.link.packets import Header
 from sipipe.ipc.link.shm import ShmReceiving
 from sipipe.messages.link import LinkEndpoint
@@ -31,7 +32,10 @@ class Receiver:
         # wait: held while hidden states are awaited; `close`, which takes it too, has ended that
         self._taking = threading.Lock()
         self._taken = 0
-        self._to_device = endpoint.device == "cuda" and endpoint.kind != "cuda_ipc"
+        self._arrivals: Arrivals | None = None
+        """Copies to the GPU, where hidden states come by way of host memory."""
+        if endpoint.by_host:
+            self._arrivals = Arrivals(endpoint.name, self._release_frame, self._fail)
         self._error: Exception | None = None
         self._closed = False
 
@@ -72,10 +76,14 @@ class Receiver:
                     self._error = self._error or error
                     raise
             self._hold(header)
-            if self._to_device:
-                # From pageable memory: the copy is complete on return.
-                return {key: tensor.to("cuda") for key, tensor in tensors.items()}
-            return tensors.copy()
+            if self._arrivals is None:
+                return tensors.copy()
+            schema = self._transport.schema(header)
+            assert schema is not None
+            arriving = self._arrivals.room(schema.at(num_tokens).expected)
+            self._arrivals.copy(header.frame, arriving.values(), tensors.values())
+            self._arrivals.join(arriving)
+            return arriving
 
     def _next(
         self, iteration: int, num_tokens: int, bound: float
@@ -108,19 +116,31 @@ class Receiver:
         assert not self._held, "its pieces may need the buffers that are held"
         schema, most = self._transport.schema(header), self._endpoint.buffer_tokens
         assert schema is not None
-        device = "cuda" if self._to_device else next(iter(tensors.values())).device
-        whole = {
-            key: into[key][:num_tokens]
-            if key in into
-            else torch.empty(shape, dtype=dtype, device=device)
-            for key, dtype, shape in schema.at(num_tokens).expected
-        }
+        expected = schema.at(num_tokens).expected
+        arrivals = self._arrivals
+        if arrivals is not None:
+            # Not in `into`, which the iteration before may still be read from: the copies would
+            # wait for that, the sender's next pieces for them, and we for those.
+            whole = arrivals.room(expected)
+        else:
+            device = next(iter(tensors.values())).device
+            whole = {
+                key: into[key][:num_tokens]
+                if key in into
+                else torch.empty(shape, dtype=dtype, device=device)
+                for key, dtype, shape in expected
+            }
         for k, (count, places) in enumerate(schema.pieces(list(whole.values()), num_tokens, most)):
             if k:
-                self._transport.release(header.frame)
+                self._give_back(header.frame)
                 header, tensors = self._next(header.iteration, count, bound)
+            if arrivals is not None:
+                arrivals.copy(header.frame, places, tensors.values())
+                continue
             for place, tensor in zip(places, tensors.values(), strict=True):
                 place.copy_(tensor)
+        if arrivals is not None:
+            arrivals.join(whole)
         self._hold(header)
         return whole
 
@@ -132,16 +152,35 @@ class Receiver:
         """Give the buffer of ``iteration`` back; its tensors must not be used any more."""
         with self._holding:
             frame = self._held.pop(iteration)
+        self._give_back(frame)
+
+    def _give_back(self, frame: int) -> None:
+        """Give a frame's buffer back, now or when a GPU has copied from it."""
+        if self._arrivals is None:
+            self._release_frame(frame)
+        else:
+            self._arrivals.give_back(frame)
+
+    def _release_frame(self, frame: int) -> None:
+        """By the thread that takes, or the arrivals' own."""
+        with self._holding:
             if not self._closed:
                 self._transport.release(frame)
+
+    def _fail(self, error: Exception) -> None:
+        """What ended the arrivals' thread, for the next :meth:`take`."""
+        self._error = self._error or error
 
     def close(self) -> None:
         """End the link; a ``take`` that waits raises :class:`LinkClosedError`. Idempotent."""
         if not self._closed:
             self._closed = True
             self._transport.interrupt()
-            with self._taking, self._holding:
-                self._transport.close()
+            with self._taking:
+                if self._arrivals is not None:
+                    self._arrivals.close()
+                with self._holding:
+                    self._transport.close()
 
     def _closed_error(self) -> LinkClosedError:
         return LinkClosedError(f"{self._endpoint.describe()}: this receiver was closed")

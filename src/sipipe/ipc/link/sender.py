@@ -57,6 +57,7 @@ class Sender:
         self._last_iteration = -1
         self._depth = endpoint.depth
         self._tokens = endpoint.buffer_tokens
+        self._on_gpu = endpoint.device == "cuda"
         self._given_back = [0] * endpoint.depth  # times the receiver has released each
         self._reading = False  # whether somebody reads releases; under _progress
         self._ends: deque[int] = deque(maxlen=endpoint.depth)  # last frames of iterations, in order
@@ -84,14 +85,14 @@ class Sender:
     ) -> None:
         """Send ``tensors`` of ``iteration``; returns before they left.
 
-        Unless a frame is quick to copy, a thread does it: its tensors are kept alive, and must not
-        be overwritten before :meth:`wait_sent` says so.
+        Unless a frame is quick to copy, a thread does it: tensors on a host are kept alive, and must
+        not be overwritten before :meth:`wait_sent` says so; of those on a GPU the thread gets clones.
 
         Args:
             iteration: larger than the last one sent; iterations without tokens are left out.
             num_tokens: padding included; the receiver must expect the same number.
-            tensors: [num_tokens, ...] or of a fixed shape, any dtype. With ``shm``, our thread copies
-                tensors on a GPU to host memory when the kernels queued so far are done.
+            tensors: [num_tokens, ...] or of a fixed shape, any dtype; on a GPU, where the kernels that
+                make them are in the calling thread's current stream.
             timeout: seconds to wait if the receiver is ``depth`` behind; None: ``stall_timeout``.
 
         Raises StallError: the receiver released nothing for ``timeout`` seconds. PeerDiedError: the
@@ -111,6 +112,18 @@ class Sender:
             if len(self._ends) == self._depth and not self._released(self._ends[0], bound):
                 raise self._behind(iteration, bound)
             frame = self._submitted
+            nbytes = schema.at(num_tokens).nbytes
+            quick = (
+                frame == self._completed
+                and not new
+                and num_tokens <= self._tokens
+                and self._transport.is_quick(nbytes)
+                and self._released(frame - self._depth, 0.0)  # else pieces are in all buffers
+            )
+            if self._on_gpu and not quick:
+                # A graph's next replay overwrites its output. Rejected: that the caller waits until
+                # our thread has sent it, which waits for the device, or for buffers.
+                parts = [part.clone() for part in parts]
             jobs = [
                 _Job(
                     Header(Kind.DATA, frame + k, iteration, count, schema.fingerprint),
@@ -121,17 +134,9 @@ class Sender:
                 )
                 for k, (count, piece) in enumerate(schema.pieces(parts, num_tokens, self._tokens))
             ]
-            nbytes, after = schema.at(num_tokens).nbytes, jobs[0].after
-            quick = (
-                frame == self._completed
-                and not new
-                and len(jobs) == 1
-                and self._transport.is_quick(nbytes, after)
-                and self._released(frame - self._depth, 0.0)  # else pieces are in all buffers
-            )
             if quick:
                 try:
-                    self._transport.transmit(jobs[0].header, schema, jobs[0].parts, after)
+                    self._transport.transmit(jobs[0].header, schema, jobs[0].parts, jobs[0].after)
                 except Exception as error:
                     self._fail(error)
                     self._check()
@@ -149,8 +154,17 @@ class Sender:
                 self._jobs.put(job)
 
     def wait_sent(self, timeout: float | None = None) -> None:
-        """Wait until every tensor given to :meth:`send` may be overwritten. Raises StallError: not
-        within ``timeout`` seconds (None: the link's ``stall_timeout``)."""
+        """Return when every tensor given to :meth:`send` may be overwritten: on a host when it has
+        left, on a GPU at once, by work that is put into the current stream from now on. Raises
+        StallError: not within ``timeout`` seconds (None: the link's ``stall_timeout``)."""
+        if self._on_gpu:
+            self._check()
+        else:
+            self.flush(timeout)
+        self._transport.order_after_copies()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything given to :meth:`send` has left. Raises as :meth:`wait_sent`."""
         frames = self._submitted
         if self._completed < frames:
             bound = self._endpoint.stall_timeout if timeout is None else timeout
@@ -166,7 +180,6 @@ class Sender:
                     f"within {bound:g} s; look at the next stage's log"
                 )
         self._check()
-        self._transport.order_after_copies()
 
     def close(self, timeout: float = 1.0) -> None:
         """Send what is queued, for at most ``timeout`` seconds, then end the link. Idempotent."""

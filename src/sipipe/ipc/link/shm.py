@@ -16,7 +16,6 @@ no faster through the interpreter); eventfd (no end of file when the peer dies);
 
 import contextlib
 import ctypes
-import mmap
 import os
 import socket
 import time
@@ -28,6 +27,7 @@ import torch
 
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import LinkClosedError, PeerDiedError, TransferMismatchError
+from sipipe.ipc.link.host_copies import Departures, map_memory
 from sipipe.ipc.link.packets import HEADER_BYTES, Header, Kind, PacketConnection, pack, unpack
 from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
 from sipipe.linux import memfd_create
@@ -37,8 +37,6 @@ QUICK_BYTES = 256 << 10
 """Copied in 3 to 15 µs; more is cheaper to hand to a thread, as far as the caller goes."""
 SCHEMAS_REMEMBERED = 64
 """By a receiver: twice as many as a sender remembers, so that it never forgets one in use."""
-_POPULATE_BELOW = 64 << 20
-"""Bytes up to which memory is mapped at once, so that no page fault falls into an iteration."""
 _MAX_PACKET = 1 << 16
 MEMORY = b"m"
 """The packet that the memfd comes with. A packet of its own: reading every packet in the way that
@@ -75,6 +73,7 @@ class ShmSending:
         self._buffers: Buffers | None = None
         self._size = 0  # bytes of a buffer, so far
         self._packet = bytearray(HEADER_BYTES)
+        self._departures = Departures() if endpoint.by_host else None
         _greet(self._connection)
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:  # noqa: ARG002
@@ -87,9 +86,9 @@ class ShmSending:
                 return event
         return None
 
-    def is_quick(self, nbytes: int, after: Any) -> bool:
+    def is_quick(self, nbytes: int) -> bool:
         """Whether a frame of ``nbytes`` bytes is quick enough for the caller's own thread."""
-        return after is None and nbytes <= QUICK_BYTES
+        return self._departures is None and nbytes <= QUICK_BYTES
 
     def announce(self, schema: TensorSchema) -> None:
         """Describe a schema to the receiver and make room for it; may wait for the receiver."""
@@ -106,7 +105,8 @@ class ShmSending:
         try:
             descriptor = memfd_create("sipipe-link")
             os.ftruncate(descriptor, total)
-            memory = torch.frombuffer(_map(descriptor, total), dtype=torch.uint8)
+            locked_for = endpoint.describe() if endpoint.by_host else ""
+            memory = map_memory(descriptor, total, locked_for=locked_for)
             self._connection.send(MEMORY, descriptor)
         except OSError as error:
             raise ResourceError(
@@ -125,11 +125,14 @@ class ShmSending:
         ``parts`` may be overwritten, on a device by work that is queued behind
         :meth:`order_after_copies`. Copied without an OpenMP team, as ``HostDevice.fetch`` does."""
         assert self._buffers is not None, "announce comes first"
-        until_reached(after)
         shape = schema.at(header.num_tokens)
         buffer = header.frame % self._endpoint.depth
         move = _move_holding_gil if shape.nbytes <= QUICK_BYTES else ctypes.memmove
         views = self._buffers.views(schema, buffer, header.num_tokens).values()
+        if self._departures is not None:
+            self._departures.fetch(parts, views, after)
+            self._connection.send(pack(header))
+            return
         for part, view, nbytes in zip(parts, views, shape.sizes, strict=True):
             if part.is_cpu and part.is_contiguous():
                 move(view.data_ptr(), part.data_ptr(), nbytes)
@@ -232,24 +235,13 @@ class ShmReceiving:
             del self._schemas[next(iter(self._schemas))]
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:
-        memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
-        return Buffers(memory, size, self._endpoint.buffer_tokens)
-
-
-def until_reached(event: Any) -> None:
-    """Sleep until a device has reached ``event``; None: nothing to wait for."""
-    if event is not None:
-        # This thread's would be GPU 0 otherwise, and the call would make a context there.
-        torch.cuda.set_device(event.device)
-        # wait: none of its own, `stall_timeout` for the iteration; the device
-        event.synchronize()
+        endpoint = self._endpoint
+        locked_for = endpoint.describe() if endpoint.by_host else ""
+        memory = map_memory(descriptor, size * endpoint.depth, locked_for=locked_for)
+        return Buffers(memory, size, endpoint.buffer_tokens)
 
 
 def _greet(connection: PacketConnection) -> None:
     with contextlib.suppress(PeerDiedError):  # the first send or take says so
         connection.send(pack(Header(Kind.HELLO, os.getpid())))
 
-
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= _POPULATE_BELOW else 0)
-    return mmap.mmap(descriptor, size, flags)

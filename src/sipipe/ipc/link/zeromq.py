@@ -17,9 +17,10 @@ import torch
 from sipipe.errors import StallError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.frames import Place
+from sipipe.ipc.link.host_copies import Departures, map_memory
 from sipipe.ipc.link.packets import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import Buffers, TensorSchema, buffer_bytes
-from sipipe.ipc.link.shm import Announcement, Lost, ShmReceiving, ShmSending, until_reached
+from sipipe.ipc.link.shm import Announcement, Lost, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
 
 MEET_SECONDS = 30.0
@@ -51,18 +52,30 @@ class ZeromqSending(ShmSending):
     def __init__(self, endpoint: LinkEndpoint, lost: Lost) -> None:
         self._endpoint = endpoint
         self._packet = bytearray(1 << 16)
+        self._departures = Departures() if endpoint.by_host else None
+        self._buffers: Buffers | None = None
+        self._size = 0  # bytes of the buffer, so far
         self._connection: Any = _connect(endpoint, lost, listens=False)
 
     def announce(self, schema: TensorSchema) -> None:
         size = buffer_bytes(schema, self._endpoint.buffer_tokens)
+        if self._departures is not None and size > self._size:
+            # One is enough: ZeroMQ has copied a frame when its send returns.
+            memory = map_memory(-1, size, locked_for=self._endpoint.describe())
+            self._buffers = Buffers(memory, size, self._endpoint.buffer_tokens)
+            self._size = size
         body = msgspec.msgpack.encode(Announcement(schema, size, new_memory=False))
         self._connection.send(pack(Header(Kind.SCHEMA, fingerprint=schema.fingerprint), body))
 
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
-        until_reached(after)
-        here = [part.cpu().contiguous() for part in parts]
+        if self._departures is None:
+            here = [part.contiguous() for part in parts]
+        else:
+            assert self._buffers is not None, "announce comes first"
+            here = list(self._buffers.views(schema, 0, header.num_tokens).values())
+            self._departures.fetch(parts, here, after)
         views = [
             memoryview((ctypes.c_char * nbytes).from_address(part.data_ptr())) if nbytes else b""
             for part, nbytes in zip(here, schema.at(header.num_tokens).sizes, strict=True)
@@ -99,7 +112,10 @@ class ZeromqReceiving(ShmReceiving):
         size = msgspec.msgpack.decode(body, type=Announcement).buffer_bytes
         if size > self._size:  # frames that are held keep the old ones alive
             self._size, depth = size, self._endpoint.depth
-            memory = torch.empty(size * depth, dtype=torch.uint8)
+            if self._endpoint.by_host:
+                memory = map_memory(-1, size * depth, locked_for=self._endpoint.describe())
+            else:
+                memory = torch.empty(size * depth, dtype=torch.uint8)
             self._buffers = Buffers(memory, size, self._endpoint.buffer_tokens)
 
 
