@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from tests.ipc.link.wire import Wire
 from tests.scheduled import new_request
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
@@ -31,6 +32,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample import gumbel
 
+from sipipe.ipc.link import host_copies, zeromq
+from sipipe.ipc.link import sender as sender_module
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.calls import OpenChannels
 from sipipe.messages.header import Header, Kind
@@ -160,8 +163,32 @@ class SteppedCondition(threading.Condition):
         return False
 
 
+class SteppedProgress(SteppedCondition):
+    """Of a sender, for which who launches may wait when it drains alone."""
+
+    draining = False
+
+    def wait_for(self, predicate, _=None):
+        launching = threading.current_thread() is self.rig.machine.launching
+        if launching and not (self.draining or predicate()):
+            self.rig.wrong.append("who launches waited until hidden states had left")
+        for _ in range(10_000):
+            if predicate():
+                return True
+            self.wait(1)
+        return False
+
+    def wait(self, bound):
+        self.release()
+        if bound:
+            self.rig.give_way(runs=False)
+        self.acquire()
+        return bool(bound)
+
+
 class Rig:
     """``seed``: one schedule. ``shared``: the output projection is, samplers draw all rows.
+    ``kind``: what carries hidden states; by host memory, the link's threads are actors too.
     ``wrong`` says what went wrong, in order."""
 
     def __init__(
@@ -173,8 +200,15 @@ class Rig:
         graphs=True,
         depth=INFLIGHT,
         shared=False,
+        kind="cuda_ipc",
     ):
         self.machine, self.monkeypatch, self.shared = machine, monkeypatch, shared
+        self.by_host = kind != "cuda_ipc"
+        if self.by_host:
+            for module in (sender_module, host_copies):
+                monkeypatch.setattr(module, "queue", SimpleNamespace(SimpleQueue=SteppedQueue))
+        monkeypatch.setattr(zeromq, "Connection", Wire)
+        monkeypatch.setattr(Wire, "ends", Wire.ends.copy())
         self.choose = choose = random.Random(seed)
         self.wrong = []
         rows = INFLIGHT * ROWS
@@ -183,11 +217,16 @@ class Rig:
         self.asked = np.array([choose.random() < 0.3 for _ in range(rows)])
         self.depth = depth
         link = LinkEndpoint(
-            kind="cuda_ipc", buffer_tokens=BUFFER_TOKENS, depth=depth, device="cuda"
+            kind=kind,
+            buffer_tokens=BUFFER_TOKENS,
+            depth=depth,
+            device="cuda",
+            port=1 if kind == "zeromq" else 0,
         )
         head = LinkEndpoint(kind="cuda_ipc", buffer_tokens=ROWS, depth=INFLIGHT, device="cuda")
         pairs = [
-            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + shared)
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for _ in range((kind != "zeromq") + shared)
         ]
         bounds = (0, 5, VOCAB) if shared else ()
         self.channel = LogitsChannel(
@@ -272,6 +311,9 @@ class Rig:
             loop.running._projection._progress = SteppedCondition(self)
         self.preparing.append(Preparing(self, loop))
         names = [f"head {stage}"] if self.shared and stage == 0 else []
+        if self.by_host:
+            names = ["arrive 1"] if stage else ["send 0"]
+            self.open_by_host(loop._links)
         names += [f"publish {stage}", f"prepare {stage}"]
         for name, actor in zip(names, self.machine.actors[known:], strict=True):
             assert actor.back.acquire(timeout=60)
@@ -288,6 +330,35 @@ class Rig:
         ):
             yield
         self.machine.device = before
+
+    def open_by_host(self, links):
+        """The link's ends wait for one another by giving their turn away."""
+
+        def patient(look):
+            def wait(timeout):
+                for _ in range(10_000):
+                    if (news := look(0.0)) is not None or not timeout:
+                        return news
+                    self.give_way(runs=False)
+                return None
+
+            return wait
+
+        if links._place.is_last:
+            transport = links._receiver._transport
+            transport.receive = patient(transport.receive)
+            return
+        sender = links._sender
+        sender._transport.next_release = patient(sender._transport.next_release)
+        sender._progress = progress = SteppedProgress(self)
+        flush = links.flush
+
+        def drain():
+            progress.draining = True
+            flush()
+            progress.draining = False
+
+        links.flush = drain
 
     def reported(self, report):
         """Stands for the engine, which hears of an iteration from the last stage's publisher."""
@@ -488,13 +559,14 @@ class Rig:
                 found[name] = actor.let
         return found
 
-    def give_way(self):
-        """The calling thread waits: another goes on."""
+    def give_way(self, *, runs=True):
+        """The calling thread waits: another goes on. ``runs``: also a stage's device thread, which
+        must not be where it might wait for what the calling one has still to send."""
         actor = getattr(self.machine.local, "actor", None)
         if actor is not None:
             actor.step()
             return
-        found = self.others() | self.runs()
+        found = self.others() | (self.runs() if runs else {})
         self.choose.choice([*found.values(), lambda: None])()
 
     def run(self, iterations):
@@ -527,7 +599,8 @@ class Rig:
             while not self.loops[stage].double_buffer._turns.may_read:
                 self.actors[f"prepare {stage}"].let()
             self.run_one(stage)
-        self.sends_at_once(self.loops[0]._links._sender)
+        if not self.by_host:
+            self.sends_at_once(self.loops[0]._links._sender)
         self.machine.waits.clear()
         self.machine.calm = False
         self.iterations = iterations

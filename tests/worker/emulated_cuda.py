@@ -253,13 +253,17 @@ class Machine:
             for stream in self.streams:
                 self.finish(stream, stream.queued)
             return
-        if self.random.random() < 0.03:
-            self.random.choice(self.streams).pace = self.random.choice(_PACES)
+        self.choose_pace()
         for stream in self.random.sample(self.streams, len(self.streams)):
             some = self.random.choice(stream.pace)
             while some and stream.done < stream.queued and self.ready(stream):
                 self.run(stream)
                 some -= 1
+
+    def choose_pace(self) -> None:
+        """Now and then a stream goes on faster, slower, or not at all."""
+        if self.random.random() < 0.03:
+            self.random.choice(self.streams).pace = self.random.choice(_PACES)
 
     def ready(self, stream: Stream) -> bool:
         operation = stream.operations[stream.done]

@@ -15,10 +15,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from tests.ipc.link.wire import Wire  # noqa: E402
+
+from sipipe.ipc.link import zeromq  # noqa: E402
 from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
 from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
+from sipipe.ipc.link.host_copies import Arrivals, Departures, _Pages  # noqa: E402
 from sipipe.ipc.link.receiver import Receiver  # noqa: E402
+from sipipe.ipc.link.sender import Sender  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice, DeviceThread  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
@@ -37,11 +42,11 @@ from .integer_runner import Model, Tables  # noqa: E402
 from .test_gpu import hand_over  # noqa: E402
 
 QUICK, SEEDS = 10, 24
-TRIES = (382, *range(60))
+TRIES = (129, *range(60))
 """Schedules of which one shows a planted hazard; most are shown by the first few, one by few."""
 
 
-def run(monkeypatch, seed, iterations=12, plant=None, shared=False):
+def run(monkeypatch, seed, iterations=12, plant=None, shared=False, kind="cuda_ipc"):
     """What went wrong in one schedule; with graphs and without, a link of 3 or 4."""
     with monkeypatch.context() as patched:
         machine = install(patched, seed)
@@ -54,6 +59,7 @@ def run(monkeypatch, seed, iterations=12, plant=None, shared=False):
             graphs=seed % 2 == 0,
             depth=3 + seed // 4 % 2,
             shared=shared,
+            kind=kind,
         )
         try:
             return rig.run(iterations)
@@ -96,23 +102,73 @@ def test_what_is_to_run_on_a_gpu_runs(monkeypatch, ranks, seed):
     assert machine.copies == 3 + 3 * ranks, "one of a rank and iteration, however many its rows"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_hidden_states_that_go_by_way_of_host_memory_are_waited_for(monkeypatch, seed):
-    """By the sender's thread, in pieces, on its own stage's GPU."""
+BY_HOST = "shm", "zeromq"
+
+
+@pytest.mark.parametrize("kind", BY_HOST)
+@pytest.mark.parametrize(
+    "seed", [*range(QUICK), *(pytest.param(i, marks=pytest.mark.slow) for i in range(QUICK, SEEDS))]
+)
+def test_so_it_is_with_links_by_host_memory(monkeypatch, seed, kind):
+    assert not run(monkeypatch, seed, kind=kind)
+
+
+@pytest.mark.parametrize("kind", BY_HOST)
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("tokens", [2, 9], ids=["whole", "pieces"])
+def test_links_by_host_memory_wait_for_no_later_work(monkeypatch, seed, kind, tokens):
+    assert not wrong_while_stages_stand_still(monkeypatch, seed, kind, tokens)
+
+
+def wrong_while_stages_stand_still(monkeypatch, seed, kind, tokens):
+    """What is wrong with one microbatch, which a stage sends before its next iteration and the other
+    takes amid its last one: their own streams stand still, but for what somebody waits for."""
     machine = install(monkeypatch, seed)
-    machine.device, machine.calm = 1, False
-    link = LinkEndpoint(kind="shm", buffer_tokens=2, device="cuda")
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(zeromq, "Connection", Wire)
+    monkeypatch.setattr(Wire, "ends", Wire.ends.copy())
+    machine.stepped = machine.calm = False
+    for stream in machine.own:
+        stream.pace = (0,)
+    monkeypatch.setattr(machine, "choose_pace", lambda: None)
+    port = 1 if kind == "zeromq" else 0
+    link = LinkEndpoint(kind=kind, buffer_tokens=2, device="cuda", port=port, stall_timeout=60)
+    ends = [None, None]
+    if kind == "shm":
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ran, wrong = [], []
+
+    def launch(stage):
+        for _ in range(50):
+            machine.launch(lambda: ran.append(stage), stage)
+
     with Factories():
-        sender, receiver = open_sender(link, ends[0]), open_receiver(link, ends[1])
-        hidden = torch.ones(5, 3, device="cuda:1") * 3
-        sender.send(0, 5, {"hidden_states": hidden})
-        found = receiver.take(0, 5)["hidden_states"].cpu()
+        machine.device = 1
+        receiver = open_receiver(link, ends[1])
+        launch(1)  # the iteration before, which is running
+        machine.device = 0
+        sender = open_sender(link, ends[0])
+        hidden = torch.arange(3.0 * tokens, device="cuda:0").view(tokens, 3)
+        sender.send(0, tokens, {"hidden_states": hidden})
+        sender.wait_sent()
+        hidden.zero_()  # a graph's next replay
+        launch(0)
+        machine.device = 1
+        arrived = receiver.take(0, tokens)["hidden_states"]
+        receiver.release(0)
+        sender.flush()
+        if ran:
+            wrong.append(f"hidden states waited for kernels of stages {ran}")
+        wrong += [f"who launches waited for {what}" for what in machine.waits]
+        if arrived.cpu().ravel().tolist() != [*range(3 * tokens)]:
+            wrong.append("other hidden states came")
+        if set(ran) != {1}:
+            wrong.append("what uses them is not behind the iteration before")
         sender.close()
         receiver.close()
-    assert found.tolist() == [[3.0] * 3] * 5
-    assert not machine.foreign
-    assert not machine.errors
+    wrong += [*machine.foreign, *machine.strangers, *machine.errors]
+    if machine.locked:
+        wrong.append("pages were unmapped before they were unlocked")
+    return wrong
 
 
 HAZARDS = {
@@ -126,17 +182,17 @@ HAZARDS = {
         CudaStageDevice, "fetch", "event.record(self._copies)", "event.record(after.place[0])",
     ),
     "logits being copied are given back to the allocator": (
-        Publisher, "_do", "ran = device.wait(launched.last)",
-        "launched.logits = None; ran = device.wait(launched.last)",
+        Publisher, "_do", "ran = device.wait(",
+        "launched.logits = None; ran = device.wait(",
     ),
     "pages are not locked": (
         CudaStageDevice, "lock_pages", "memory.nbytes, 0)", "1, 0)",
     ),
     "the entry is committed before the copy has ended": (
-        Publisher, "_do", "device.wait(copied)", "pass",
+        Publisher, "_do", "launched.last if copied is None else copied", "launched.last",
     ),
     "an iteration is reported before the device has run it": (
-        Publisher, "_do", "device.wait(launched.last)", "0",
+        Publisher, "_do", "device.wait(launched.last if copied is None else copied)", "0",
     ),
     "the mark after an iteration comes before the head": (
         SampledStage, "run",
@@ -195,8 +251,8 @@ HAZARDS = {
     ),
     "a piece is given back before it is copied": (
         Receiver, "_put_together",
-        "    if k:\n            self._transport.release(header.frame)", "    if k:",
-        "for place, tensor in", "self._transport.release(header.frame)\n        for place, tensor in",
+        "    if k:\n            self._give_back(header.frame)", "    if k:",
+        "for place, tensor in", "self._give_back(header.frame)\n        for place, tensor in",
     ),
     "hidden states are used before they have come": (
         CudaIpcReceiving, "tensors",
@@ -248,10 +304,10 @@ SHARED_HAZARDS = {
         ProjectionThread, "_do", "device.fetch(logits, target, last)", "device.fetch(logits, target, first)",
     ),
     "a part is published before its copy has ended": (
-        ProjectionThread, "_do", "device.wait(copied)", "pass",
+        ProjectionThread, "_do", "device.wait(copied)", "device.wait(last)",
     ),
     "a part being copied is given back to the allocator": (
-        ProjectionThread, "_do", "ran = device.wait(last)", "del logits; ran = device.wait(last)",
+        ProjectionThread, "_do", "ran = device.wait(", "del logits; ran = device.wait(",
     ),
     "a part is multiplied in the stage's own stream": (
         CudaStageDevice, "use", "torch.cuda.set_stream(self._own)", "pass",
@@ -260,6 +316,50 @@ SHARED_HAZARDS = {
 """Faults where the output projection is shared out."""
 PLANTED = [(name, plant, plants is SHARED_HAZARDS) for plants in (HAZARDS, SHARED_HAZARDS)
            for name, plant in plants.items()]  # fmt: skip
+
+BY_HOST_HAZARDS = {
+    "hidden states leave before they are computed": (
+        Departures, "fetch", "self._copies.wait_event(after)", "pass",
+    ),
+    "hidden states leave by the stage's own stream": (
+        Departures, "fetch", "with torch.cuda.stream(self._copies):", "if True:",
+    ),
+    "a header leaves before its frame": (
+        Departures, "fetch", "copied.synchronize()", "pass",
+    ),
+    "pages of links are not locked": (
+        _Pages, "lock", "address, len(self), 0", "address, 1, 0",
+    ),
+    "the graph's output is sent, not a clone": (
+        Sender, "send", "[part.clone() for part in parts]", "list(parts)",
+    ),
+    "who launches waits until hidden states have left": (
+        Sender, "wait_sent", "self._check()", "self.flush(timeout)",
+    ),
+    "clones are given back before they are copied": (
+        Departures, "fetch", "copied.synchronize()", "parts.clear(); copied.synchronize()",
+    ),
+    "hidden states come by the stage's own stream": (
+        Arrivals, "copy", "with torch.cuda.stream(self._copies):", "if True:",
+    ),
+    "they are used before they have come": (
+        Arrivals, "join", "stream.wait_stream(self._copies)", "pass",
+    ),
+    "their memory is reused while the stage reads it": (
+        Arrivals, "join", "tensor.record_stream(stream)", "pass",
+    ),
+    "a buffer goes back before it has been read": (
+        Arrivals, "_give_back", "copied.synchronize()", "pass",
+    ),
+    "who gives buffers back is GPU 0's thread": (
+        Arrivals, "_give_back", "torch.cuda.set_device(self._device)", "pass",
+    ),
+    "a piece's buffer goes back before it has been read": (
+        Receiver, "_put_together", "self._give_back(header.frame)",
+        "self._release_frame(header.frame)",
+    ),
+}  # fmt: skip
+"""Faults of links by host memory."""
 
 
 @pytest.mark.ci
@@ -272,3 +372,21 @@ def test_a_planted_hazard_is_found(monkeypatch, plant, shared):
     found = (run(monkeypatch, seed, plant=plant, shared=shared) for seed in TRIES)
     wrong = next(filter(None, found), None)
     assert wrong, "no schedule has found it"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", BY_HOST)
+@pytest.mark.parametrize(
+    "plant",
+    BY_HOST_HAZARDS.values(),
+    ids=[name.replace(" ", "-") for name in BY_HOST_HAZARDS],
+)
+def test_a_hazard_planted_in_a_link_by_host_memory_is_found(monkeypatch, plant, kind):
+    def wrong(seed):
+        if run(monkeypatch, seed, plant=plant, kind=kind):
+            return True
+        with monkeypatch.context() as patched:
+            plant_hazard(patched, *plant)
+            return wrong_while_stages_stand_still(patched, seed, kind, 9)
+
+    assert any(map(wrong, TRIES)), "no schedule has found it"

@@ -39,7 +39,7 @@ def reserved(runner, transport):
     [
         ("cuda:1", "auto", 256, 512),
         ("cuda:1", "cuda_ipc", 1024, 1024),
-        ("cuda:1", "shm", 256, 0),  # by way of host memory
+        ("cuda:1", "shm", 256, 512),  # by way of host memory
         ("cpu", "auto", 256, 0),
     ],
 )

@@ -74,6 +74,33 @@ def test_what_is_said_of_an_iteration(rig):
     assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
 
 
+class CountingDevice(HostDevice):
+    """A device whose copies end 500 ns after what they copy."""
+
+    waits = 0
+
+    def fetch(self, source, target, after):
+        super().fetch(source, target, after)
+        return after + 500
+
+    def wait(self, mark):
+        self.waits += 1
+        return super().wait(mark)
+
+
+def test_it_sleeps_once_an_iteration_and_has_all_times(rig):
+    """The layers and the product end before the copy, which is what it sleeps for."""
+    device = rig.publisher._device = CountingDevice()
+    for iteration in range(2):
+        logits = torch.zeros(BATCH, VOCAB)
+        rig.publisher.put(launched(iteration, first=0, made=2000, last=3000, logits=logits))
+    rig.publisher.drain()
+    assert device.waits == 2
+    assert rig.phases == [
+        phase for i in range(2) for phase in (("FORWARD", i, 2000), ("LOGITS", i, 1000))
+    ]
+
+
 def test_an_error_ends_it_and_is_said(rig):
     rig.publisher.put(launched(0, logits=torch.zeros(ENTRIES * BATCH + 1, VOCAB)))
     with pytest.raises(Exception, match="21, LogitsShape"):

@@ -141,7 +141,7 @@ class CudaStageDevice(Device):
                 # A rank's columns of wider rows: torch would take pageable memory, and wait.
                 self._driver = self._driver or CudaDriver(self._copies)
                 self._driver.copy_rows(target, source)
-            event = torch.cuda.Event(blocking=True)
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record(self._copies)
             return event
 

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
 
 def link_bytes(runner: Any, boot: WorkerBoot) -> int:
-    """What links from other stages take of this rank's GPU."""
+    """What links from other stages take of this rank's GPU, which of the transports it will be: by
+    way of host memory, as much may be coming and in use, of torch's allocator."""
     kept = getattr(runner, "intermediate_tensors", None)
-    if kept is None or runner.device.type == "cpu" or boot.config.transport == "shm":
+    if kept is None or runner.device.type == "cpu":
         return 0
     schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
     tokens = buffer_tokens(runner.max_num_reqs, runner.max_num_tokens)

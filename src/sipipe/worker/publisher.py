@@ -55,7 +55,12 @@ class Publisher(DeviceThread):
                 target = entry.enter_context(self._logits.entry(*where, self._stall_timeout))
                 copied = device.fetch(launched.logits, target, launched.last)
             self._doing = f"runs {name} on the device"
-            ran = device.wait(launched.last)
+            # One sleep: who sleeps until an event wakes up late, and what ended before it is known
+            # from the marks.
+            ran = device.wait(launched.last if copied is None else copied)
+            if copied is not None:
+                # The copy is not a phase of the stage: its device runs the next iteration meanwhile.
+                ran -= device.nanoseconds(launched.last, copied)
             took = device.nanoseconds(launched.first, launched.last)
             made = ran
             if launched.made is not None:
@@ -63,10 +68,6 @@ class Publisher(DeviceThread):
             self._record(Phase.FORWARD, inputs, ran - took, made)
             if made < ran:
                 self._record(Phase.LOGITS, inputs, made, ran)
-            if copied is not None:
-                self._doing = f"hands over the logits of {name}"
-                # Not a phase of the stage: its device runs the next iteration meanwhile.
-                device.wait(copied)
         self._kv_reports(launched)
         if launched.reports:
             # Waits for vLLM's copies to the host, which have a stream of their own.

@@ -82,10 +82,9 @@ class ProjectionThread(DeviceThread, Projection):
         with self._logits.entry(iteration, row, count, self._stall_timeout) as target:
             copied = device.fetch(logits, target, last)
             self._doing = f"computes its columns of iteration {iteration} on the device"
-            ran = device.wait(last)
+            # One sleep, as the publisher's. The copy is no phase of the stage.
+            ran = device.wait(copied) - device.nanoseconds(last, copied)
             self._record(Phase.LOGITS, inputs, ran - device.nanoseconds(first, last), ran)
-            # Not a phase of the stage: its device goes on meanwhile.
-            device.wait(copied)
 
     def passing(self) -> Turn:
         return self._turn
