@@ -121,9 +121,7 @@ class Arrivals:
         )
         self._thread.start()
 
-    def room(
-        self, expected: Iterable[tuple[str, Any, tuple[int, ...]]]
-    ) -> dict[str, torch.Tensor]:
+    def room(self, expected: Iterable[tuple[str, Any, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
         """Memory of the GPU for tensors of these keys, dtypes and shapes. It belongs to the copies'
         stream, so that a copy into it waits for nothing of the stage's own."""
         with torch.cuda.stream(self._copies):

@@ -244,4 +244,3 @@ class ShmReceiving:
 def _greet(connection: PacketConnection) -> None:
     with contextlib.suppress(PeerDiedError):  # the first send or take says so
         connection.send(pack(Header(Kind.HELLO, os.getpid())))
-
