@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
+from typing import ClassVar
 
 from sipipe.ipc.errors import PeerDiedError
 
@@ -11,7 +12,7 @@ from sipipe.ipc.errors import PeerDiedError
 class Wire:
     """One end; the other is the one with the same port. What is sent is there at once."""
 
-    ends: dict = defaultdict(lambda: (queue.SimpleQueue(), queue.SimpleQueue()))
+    ends: ClassVar[dict] = defaultdict(lambda: (queue.SimpleQueue(), queue.SimpleQueue()))
     """To the listening end and to the other one, by port."""
 
     def __init__(self, address, port, *, listens, who, token="", lost=None):
