@@ -50,7 +50,7 @@ class LinkEndpoint:
 
     @property
     def by_host(self) -> bool:
-        """Whether a GPU's hidden states go by way of host memory."""
+        """True where a GPU's hidden states go by way of host memory."""
         return self.device == "cuda" and self.kind != "cuda_ipc"
 
     @property
