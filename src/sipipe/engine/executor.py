@@ -46,7 +46,7 @@ CHANGE_WEIGHTS = ("reload_weights", "reset_weights", "start_weight_update", "upd
 
 
 @contextmanager
-def _one_cause() -> Iterator[None]:
+def one_cause() -> Iterator[None]:
     """What keeps an engine from starting ends vLLM's engine process with one line. The worker has
     said where; in the user's own process it is an exception."""
     try:
@@ -73,7 +73,7 @@ class Executor(VllmExecutor):
         (:func:`sipipe.engine.setup.compatibility.schedules_ahead`)."""
         return False
 
-    @_one_cause()
+    @one_cause()
     def _init_executor(self) -> None:
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
@@ -148,7 +148,7 @@ class Executor(VllmExecutor):
         except TimeoutError:
             raise TimeoutError(f"RPC call to {method} timed out.") from None
 
-    @_one_cause()
+    @one_cause()
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up, then open the data plane: the model is ready to run."""
         super().compile_or_warm_up_model()

@@ -21,6 +21,9 @@ from sipipe.errors import EngineDiedError, tell
 from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
 from sipipe.ipc.starter import tied
 
+_run_engine_core = core.EngineCoreProc.run_engine_core
+"""vLLM's own, before :func:`watch_ends` puts another in its place."""
+
 REAPED_SECONDS = 5.0
 """From the end of a process's descriptors to its exit status, which the kernel has a little later."""
 
@@ -67,12 +70,22 @@ def _leave_word_of(process: BaseProcess, when: str = "") -> None:
     leave_last_word(" ".join([f"the engine process {process.name} (pid {process.pid})", how, when]))
 
 
+def run_engine(*args: Any, **kwargs: Any) -> None:
+    """vLLM's ``run_engine_core``, in the engine's process: whatever fails until the engine is ready,
+    also before it makes its executor, is one line and the cause that front ends name."""
+    from sipipe.engine.executor import one_cause
+
+    engine = core.EngineCoreProc
+    engine.__init__ = one_cause()(engine.__init__)
+    _run_engine_core(*args, **kwargs)
+
+
 def watch_ends() -> None:
     """Have this process's engines, and whatever else vLLM starts for them, end with it, and errors of
     vLLM's clients name the cause. Safe to call again."""
     hold_last_word()
     engine, balancer = core.EngineCoreProc, coordinator.DPCoordinatorProc
-    engine.run_engine_core = tied(engine.run_engine_core)
+    engine.run_engine_core = tied(run_engine)
     balancer.run_coordinator = tied(balancer.run_coordinator)
     process_utils.run_api_server_worker_proc = tied(process_utils.run_api_server_worker_proc)
     engine_utils.CoreEngineProcManager = EngineProcesses
