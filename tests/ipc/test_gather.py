@@ -6,7 +6,7 @@ import socket
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sipipe.errors import StallError
@@ -220,19 +220,36 @@ OPERATIONS = st.lists(
         st.tuples(st.just("send"), INDEX, st.integers(0, 3), st.booleans()),
         st.tuples(st.just("die"), INDEX, st.booleans()),
         st.tuples(st.just("replace"), INDEX),
+        st.tuples(st.just("cut"), INDEX),
         st.tuples(st.just("read")),
     ),
     max_size=60,
 )
 
 
+def spelled(operations):
+    """``cut`` is a sampler that is replaced between two frames of one answer, of which the first has
+    been read: its half and its successor's whole answer must not be joined."""
+    for operation in operations:
+        if operation[0] == "cut":
+            index = operation[1]
+            yield ("send", index, 0, True)
+            yield ("read",)
+            yield ("replace", index)
+            yield ("send", index, 0, False)
+        else:
+            yield operation
+
+
 @settings(deadline=None)
 @given(operations=OPERATIONS)
+@example(operations=[("expect", frozenset({0})), ("cut", 0)])
+@example(operations=[("expect", frozenset({0, 1})), ("cut", 0), ("send", 1, 0, False)])
 def test_deaths_and_replacements_against_a_twin(operations):
     declared = 0
     twin = Twin(3)
     with contextlib.closing(Scene(3)) as scene:
-        for number, (name, *arguments) in enumerate(operations):
+        for number, (name, *arguments) in enumerate(spelled(operations)):
             if name == "expect":
                 scene.receiver.expect(declared, arguments[0])
                 twin.pending.append([declared, set(arguments[0]), {}])

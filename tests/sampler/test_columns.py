@@ -147,6 +147,24 @@ def test_memory_is_of_distinct_tokens_only() -> None:
     assert sum(array.nbytes for array in columns._seen.tables[:3]) / 8 * 1024 < 200e6
 
 
+def test_a_sequence_that_leaves_leaves_no_seen_tokens() -> None:
+    """Else memory would grow with every request that has penalties."""
+    columns = SequenceColumns(1000)
+    params = SequenceParams(repetition_penalty=1.1)
+
+    def sizes() -> list[int]:
+        return [array.nbytes for array in columns._seen.tables]
+
+    columns.join(0, params, list(range(600)), [1, 2])
+    columns.leave(0)
+    once = sizes()
+    for handle in range(1, 200):
+        columns.join(handle, params, list(range(600)), [1, 2])
+        columns.leave(handle)
+    assert sizes() == once
+    assert not columns._seen.tables.room.any()
+
+
 def contents(tables: SeenTables, request: int) -> dict[int, int]:
     """{token: occurrences in the output}."""
     index, tokens, counts, first, room, start, used = tables.tables

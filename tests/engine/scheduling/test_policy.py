@@ -373,3 +373,32 @@ def test_a_slot_closes_below_three_quarters_of_its_sequences():
         for _ in range(8):
             visit(policy, ready(count), pending_prefill=0)
         assert tuple(sorted(counts(policy), reverse=True)) == expected
+
+
+@settings(deadline=None)
+@given(
+    visits=st.lists(
+        st.tuples(st.integers(0, 12), st.lists(st.integers(0, 50), max_size=8)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_a_sequence_that_leaves_leaves_no_mark(visits):
+    """One that joins a slot out of turn sits out that slot's next visit. Were the mark kept after it
+    has left, a later request of its id would sit out a visit instead."""
+    policy = slot_policy(4, 64)
+    running: dict[str, int] = {}
+    born = 0
+    for joining, leaving in visits:
+        for index in leaving:
+            if running:
+                del running[list(running)[index % len(running)]]
+        for _ in range(joining):
+            running[f"r{born}"] = 10
+            born += 1
+        visit(
+            policy,
+            [Sequence(id, context, True) for id, context in running.items()],
+            pending_prefill=0,
+        )
+        assert policy._waits <= policy.slot_of.keys()

@@ -5,6 +5,7 @@ Batches of all kinds, on a device: ``test_cuda_order.py``.
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -180,6 +181,20 @@ def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
     )
     assert row_values(launched.logits) == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
     assert last_stage.stage_logits.rows == [4 if lora else 3]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("lora", [False, True])
+def test_rows_in_any_order_are_those_of_their_requests(last_stage, lora, order):
+    """All decode, so that each row of hidden states samples; the samplers want them in ``order``. The
+    naive twin picks each: to take hidden states whole would hand tokens to other requests."""
+    last_stage._runner.lora_config = object() if lora else None
+    decoding = batch(["a", "b", "c"], [9, 5, 7], [1, 1, 1], [9, 2, 3])
+    hidden = torch.tensor([[50.0], [60.0], [70.0]])
+    rows = np.array(order)
+    launched, _ = sample(last_stage, hidden, decoding, ["a", "b", "c"], sampled=rows)
+    twin = [hidden[decoding.logits_indices[row]].item() for row in order]
+    assert row_values(launched.logits) == twin
 
 
 def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
