@@ -40,6 +40,8 @@ from sipipe.errors import tell
 from sipipe.private import UnusableError, named_directory, private_directory, refused
 
 PATIENCE = 180.0
+"""Seconds that a process waits for another that compiles the same kernels: three times what they
+take on one busy core."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,8 +49,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def cache_key(package: str) -> str:
     """Hash of what ``package``'s kernels depend on: sources, Numba, NumPy, CPU name and features."""
     digest = hashlib.sha256()
-    cpu = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    for part in (numba.__version__, np.__version__, *cpu):
+    name = binding.get_host_cpu_name()
+    features = binding.get_host_cpu_features().flatten()
+    for part in (numba.__version__, np.__version__, name, features):
         digest.update(part.encode() + b"\0")
     folder = Path(importlib.import_module(package).__path__[0])
     for source in (Path(__file__), *sorted(folder.glob("*.py"))):
@@ -58,42 +61,54 @@ def cache_key(package: str) -> str:
 
 @cache
 def cache_directory(package: str) -> Path:
-    """The directory of ``package``'s compiled kernels: under ``SIPIPE_CACHE_DIR`` if set, else the
-    user's cache directory; where that cannot be taken, which is said, the system's temporary one.
-    Raises ConfigError: the named one cannot be taken. It is not replaced: who names one relies on
-    it, as on what an image holds, or on code that only they have written."""
-    key = cache_key(package)
-    if (named := named_directory()) is not None:
+    """The directory of ``package``'s compiled kernels, which no other user can write to.
+
+    It is under ``SIPIPE_CACHE_DIR`` if that is set, else in the user's cache directory. Where that
+    cannot be used, it is in the system's temporary directory, and a line on stderr says so.
+
+    Raises ConfigError: the directory that ``SIPIPE_CACHE_DIR`` names cannot be used. No other takes
+    its place, because whoever names one relies on it: on what an image holds, say, or on code that
+    only they have written."""
+    parts = ["kernels", cache_key(package)]
+    named = named_directory()
+    if named is not None:
         try:
-            return private_directory(named, ["kernels", key])
+            return private_directory(named, parts)
         except (OSError, RuntimeError, UnusableError) as error:
             raise refused(named, error) from None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    reasons = []
     try:
-        above = home.expanduser()
-        above.mkdir(parents=True, exist_ok=True)
-        return private_directory(above / "sipipe", ["kernels", key])
+        return _in_home(parts)
     except (OSError, RuntimeError, UnusableError) as error:  # RuntimeError: this user has no home
-        reasons.append(str(error))
-    with contextlib.suppress(OSError, UnusableError):
-        ours = Path(tempfile.gettempdir(), f"sipipe-cache-{os.getuid()}")
-        # What is above it is not this user's alone, so a link may not stand there.
-        if not ours.is_symlink():
-            directory = private_directory(ours, ["kernels", key])
-            _say_where(directory, reasons)
-            return directory
-    directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    _say_where(directory, reasons)
+        reason = str(error)
+    directory = _in_temporary_directory(parts)
+    tell(f"compiled kernels are in {directory}, because {reason}")
     return directory
 
 
-def _say_where(directory: Path, reasons: list[str]) -> None:
-    tell(f"compiled kernels are in {directory}, because {'; '.join(reasons)}")
+def _in_home(parts: list[str]) -> Path:
+    """The directory ``parts`` in the user's cache directory. Raises as
+    :func:`~sipipe.private.private_directory`. RuntimeError: this user has no home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    base.mkdir(parents=True, exist_ok=True)
+    return private_directory(base / "sipipe", parts)
+
+
+def _in_temporary_directory(parts: list[str]) -> Path:
+    """The directory ``parts`` of this user below /tmp; if somebody else could write there, a new
+    directory that is removed when this process ends."""
+    base = Path(tempfile.gettempdir(), f"sipipe-cache-{os.getuid()}")
+    with contextlib.suppress(OSError, UnusableError):
+        # Everybody can write in /tmp, so somebody else may have put a link there.
+        if not base.is_symlink():
+            return private_directory(base, parts)
+    directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 class _Locator(_CacheLocator):
+    """Numba's interface to where a function's code is kept, and to what tells that it is stale."""
+
     def __init__(self, py_func: Callable[..., Any]) -> None:
         self._package, _, self._name = py_func.__module__.rpartition(".")
 
@@ -112,7 +127,8 @@ class _Locator(_CacheLocator):
 
 
 class _Implementation(CompileResultCacheImpl):
-    """Adds a checksum: machine code with a wrong byte in it is loaded like any other."""
+    """Numba's form of a compiled function on disk, with a checksum: machine code with a wrong byte
+    in it would be loaded like any other, and executed."""
 
     _locator_classes = [_Locator]  # noqa: RUF012 - the base class declares it so
 
@@ -128,33 +144,37 @@ class _Implementation(CompileResultCacheImpl):
 
 
 class _Cache(FunctionCache):
+    """Numba's cache of one function, which compiles anew where a file cannot be read or written."""
+
     _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            found = super().load_overload(sig, target_context)
+            overload = super().load_overload(sig, target_context)
         except Exception as error:  # whatever a file of any content raises as it is unpickled
-            found, files = None, f"{self._cache_file._index_path[:-4]}.nb[ci]"
+            overload = None
+            files = f"{self._cache_file._index_path[:-4]}.nb[ci]"
             tell(f"a file of {files} is damaged ({type(error).__name__}: {error}): compiled anew")
-            with contextlib.suppress(OSError):  # it may be read only
+            with contextlib.suppress(OSError):  # the directory may be read only
                 self.flush()
-        if found is None:
+        if overload is None:
             _say_that_it_takes_time(self._py_func.__module__.rpartition(".")[0])
-        return found
+        return overload
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        # Others may not be able to write what is executed, whatever they may do with other files.
-        usual = os.umask(0o077)
+        # The file is executed later, so nobody else may write it, whatever umask the user has.
+        umask = os.umask(0o077)
         try:
-            with contextlib.suppress(OSError):  # no room, or no more: it stays in memory
+            # OSError: the disk is full, or can no longer be written. The code stays in memory.
+            with contextlib.suppress(OSError):
                 super().save_overload(sig, data)
         finally:
-            os.umask(usual)
+            os.umask(umask)
 
 
 @cache
 def _say_that_it_takes_time(package: str) -> None:
-    """Once in a process: nobody should wonder why the first call does not return."""
+    """Tell once in a process that kernels are compiled, so that nobody wonders why it is silent."""
     tell(f"compiling {package} for this CPU, once: up to a minute (`sipipe warm` does it ahead)")
 
 
@@ -163,8 +183,9 @@ def _say_that_it_takes_time(package: str) -> None:
 
 
 class _PartLibrary(JITCodeLibrary):
-    """Code that only others call: it is optimized and translated as a part of theirs, once. Numba
-    does it for each by itself as well, which took more than half of the time."""
+    """Code of a kernel that only other kernels call. It is optimized and translated once, as a part
+    of theirs. Numba would also do it for each kernel by itself, which took more than half of the
+    time."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -174,21 +195,27 @@ class _PartLibrary(JITCodeLibrary):
 
 
 class _PartCompiler(Compiler):
-    def __init__(self, typing: Any, target: Any, _library: Any, *rest: Any) -> None:
-        super().__init__(typing, target, _PartLibrary(target.codegen(), "part"), *rest)
-        self.state.targetctx.get_executable = self._no_executable  # of a copy, for this function
+    """Numba's compiler of a kernel that only other kernels call: it makes no executable code."""
+
+    def __init__(self, typing: Any, target: Any, _library: Any, *options: Any) -> None:
+        super().__init__(typing, target, _PartLibrary(target.codegen(), "part"), *options)
+        # `targetctx` is a copy that Numba makes for this function, so no other kernel sees it.
+        self.state.targetctx.get_executable = self._no_executable
 
     @staticmethod
-    def _no_executable(library: Any, described: Any, environment: Any) -> Any:
-        module = described.lookup_module()
-        return _dynfunc.make_function(module, described.qualname, "", 0, environment, (library,))
+    def _no_executable(library: Any, descriptor: Any, environment: Any) -> Any:
+        """A function object that holds ``library`` for its callers, and has address 0."""
+        module = descriptor.lookup_module()
+        return _dynfunc.make_function(module, descriptor.qualname, "", 0, environment, (library,))
 
 
-_OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy"}  # by zero: inf, no exception
+# With NumPy's error model a division by zero gives inf, as kernels expect, and raises nothing.
+_OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy"}
 
 
 def entry(function: F) -> F:
-    """Compile ``function`` on first call, to be called from Python: no GIL, cached on disk."""
+    """Compile ``function`` on its first call, to be called from Python. It runs without the GIL, and
+    its machine code is cached on disk."""
     compiled = numba.njit(**_OPTIONS)(function)
     if hasattr(compiled, "_cache"):  # not under NUMBA_DISABLE_JIT
         compiled._cache = _Cache(function)
@@ -196,23 +223,24 @@ def entry(function: F) -> F:
 
 
 def kernel(function: F) -> F:
-    """Compile ``function`` for other kernels only, without the wrappers that would let Python call
-    it: to unpack dozens of arrays in each took most of the time that compilation takes."""
-    without = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    make = numba.njit(pipeline_class=_PartCompiler, **_OPTIONS, **without)
-    return make(function)  # type: ignore[no-any-return]
+    """Compile ``function`` for other kernels only, without the wrappers through which Python would
+    call it. A wrapper unpacks dozens of arrays, which took most of the time of compilation."""
+    compiled = numba.njit(
+        pipeline_class=_PartCompiler, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS
+    )
+    return compiled(function)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def compiling(package: str) -> Iterator[None]:
-    """Hold while ``package``'s kernels are compiled: one process fills the cache, others wait. A
-    process that dies frees the lock (``flock``). One that is stopped does not: after ``PATIENCE``
-    seconds the others compile for themselves."""
+    """Hold a lock while ``package``'s kernels are compiled: one process fills the cache, and the
+    others wait. The lock is a ``flock``, which the kernel frees when its process dies. A process that
+    is stopped keeps it: after ``PATIENCE`` seconds the others compile for themselves."""
     deadline = time.monotonic() + PATIENCE
-    with contextlib.ExitStack() as opened:
-        # OSError: it was written before and can no more, or its file system has no locks.
+    with contextlib.ExitStack() as stack:
+        # OSError: the directory can no longer be written, or its file system has no locks.
         with contextlib.suppress(OSError):
-            file = opened.enter_context(open(cache_directory(package) / "lock", "w"))
+            file = stack.enter_context(open(cache_directory(package) / "lock", "w"))
             while time.monotonic() < deadline:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
