@@ -23,7 +23,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from vllm.config import ParallelConfig
 
-from sipipe.engine.children.workers import _of_this_host
+from sipipe.engine.children.workers import _config_of_this_host
 from sipipe.engine.executor import Executor
 from sipipe.messages.stage_place import StagePlace
 from sipipe.versions import installed_vllm
@@ -55,7 +55,7 @@ GROUP.send = lambda _: lambda: None
 CONFIG = SimpleNamespace(
     parallel_config=ParallelConfig(pipeline_parallel_size=4), kv_transfer_config=None
 )
-THREADS = _of_this_host(SimpleNamespace(here=(2, 3), ranks=1, vllm_config=CONFIG))
+THREADS = _config_of_this_host(SimpleNamespace(here=(2, 3), ranks=1, vllm_config=CONFIG))
 HANDED = {
     "pipeline group": Handed(
         GROUP,
@@ -109,7 +109,7 @@ def test_what_vllm_reads_of_ours_is_there(handed):
     assert not missing(handed)
 
 
-def test_threads_are_bound_for_the_ranks_of_this_host():
+def test_threads_are_bound_for_the_ranks_config_of_this_host():
     assert THREADS.parallel_config.local_world_size == 2
     assert CONFIG.parallel_config.world_size == 4
 

@@ -1,14 +1,20 @@
-"""Processes of a server's engine that go on from one that has imported vLLM, on CPUs.
+"""Forks of a process that has imported vLLM, in place of new interpreters, on CPUs.
 
 Importing vLLM takes a core ten seconds, and the server, the engine's process and each worker did it
-one after the other. Forked from one another, they share it. OpenMP reads how many threads there
-are, where and how they wait when it is loaded, once. One thread needs none of it; for more, the
-server of ``sipipe serve`` loads it as workers need it, by the plan of cores that its command line
-gives (:func:`importing`). A worker that needs it otherwise (:func:`may_fork`) is a new interpreter,
-as all are on GPUs and in Python, where the process that would fork is the user's.
+one after the other. Forked from one another, they share it.
 
-Who runs here: the main threads of the server and of the engine, which compute nothing before they
-fork, since OpenMP's threads do not come along.
+OpenMP reads once, when it is loaded, how many threads there are, where they run and how they wait.
+One thread needs none of it. For more threads the server of ``sipipe serve`` loads it as workers
+need it, by the plan of cores that its command line gives (:func:`importing`). A worker that needs
+it otherwise (:func:`may_fork`) is a new interpreter. So are all on GPUs, and all in Python, where
+the process that would fork is the user's.
+
+Who runs here
+    The main threads of the server and of the engine, which compute nothing before they fork, since
+    OpenMP's threads are not in a fork.
+Rejected
+    ``VLLM_WORKER_MULTIPROC_METHOD=fork``, by which the engine would keep the server's sockets. A
+    process that forks all others: its children would not be the server's, as vLLM wants them.
 """
 
 import gc
@@ -33,135 +39,179 @@ from sipipe.ipc.starter import STARTER
 from sipipe.versions import installed_vllm
 
 SPINS = "10000"
-"""About 0.1 ms: longer than from one operator to the next."""
-ONE = {"OMP_NUM_THREADS": "1"}
+"""Rounds that a thread of OpenMP busy-waits on shared cores. They take about 0.1 ms, which is longer
+than from one operator to the next."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""Whoever sets it wants no forks of ours."""
+"""Variable of vLLM's that names how workers start. A user who sets it gets vLLM's way."""
 
 _loaded: dict[str, str] | None = None
-"""What OpenMP and the loader read in this process; None: not for workers."""
+"""Variables that OpenMP and the loader read in this process, by which a worker can be told to fit. None
+in a process that forks no workers."""
 
 
 def waiting(*, shared: bool) -> dict[str, str]:
-    """How threads of a worker wait for the next parallel region: spinning, but on ``shared`` cores
-    not for the milliseconds that are usual, in which a sampler or the scheduler has work."""
-    said = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-    return {"GOMP_SPINCOUNT": SPINS} if shared and not said else {}
+    """Variables for how a worker's threads wait for the next parallel region. They busy-wait. On
+    ``shared`` cores they stop after 0.1 ms and not after the usual milliseconds, in which a sampler
+    or the scheduler has work. What the user has set stands."""
+    set_by_user = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+    return {"GOMP_SPINCOUNT": SPINS} if shared and not set_by_user else {}
 
 
 @contextmanager
 def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> Iterator[None]:
-    """vLLM is imported meanwhile; from then on this process forks what vLLM spawns."""
-    others = node or "hosts" in settings or any(word.endswith("ray") for word in argv)
-    forks = not others and "torch" not in sys.modules and _may_begin(METHOD in os.environ)
+    """Import vLLM in the body: OpenMP is then loaded as workers need it, and from the end of the body
+    on this process forks what vLLM spawns.
+
+    Args:
+        argv: the command line of ``sipipe serve`` behind the command.
+        settings: SiPipe's settings, not checked yet.
+        node: this host's number; hosts but the first have no command line of their own.
+    """
+    has_hosts = node or "hosts" in settings or any(word.endswith("ray") for word in argv)
+    forks = not has_hosts and "torch" not in sys.modules and _may_begin(METHOD in os.environ)
     needed = _needed(argv, settings) if forks else {}
-    before, mask = {name: os.environ.get(name) for name in needed}, os.sched_getaffinity(0)
+    before = {name: os.environ.get(name) for name in needed}
+    affinity = os.sched_getaffinity(0)
     _find_title()
     os.environ.update(needed)
-    loaded = _loads()
+    loaded = _read_when_loaded()
     yield
-    for name, said in before.items():
-        del os.environ[name]
-        os.environ.update({} if said is None else {name: said})
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
     if needed:
-        bind_threads(mask)  # libgomp has bound this one as a worker's first
+        # libgomp has bound the thread that loads it, as if that were a worker's first.
+        bind_threads(affinity)
     if forks:
         _fork_from_here(loaded)
 
 
 def fork_of_vllms() -> None:
-    """The same in the main process of ``vllm serve``, once it has imported vLLM, and done no more."""
-    # vLLM's command names a method where the user has not.
+    """Have the main process of ``vllm serve`` fork what vLLM spawns, once it has imported vLLM, and
+    before it has done anything else."""
+    # The environment in which the process started: vLLM's command sets the method where the user has
+    # not.
     named = METHOD in Path("/proc/self/environ").read_text(errors="replace")
-    if _loaded is None and _alone() and _may_begin(named):
-        gc.freeze()  # shared with what is forked
+    if _loaded is None and _has_no_other_threads() and _may_begin(named):
+        # The collector would write to each object that it visits, and so copy pages of the forks.
+        gc.freeze()
         _find_title()
-        _fork_from_here(_loads())
+        _fork_from_here(_read_when_loaded())
 
 
 def _may_begin(named: bool) -> bool:
+    """True if this process may load OpenMP for workers: vLLM computes on CPUs, the user has ``named``
+    no method, and preloads no OpenMP of their own."""
     vllm = installed_vllm()
     preloads = os.environ.get("LD_PRELOAD", "")
     return not named and vllm is not None and vllm.device == "cpu" and "omp" not in preloads
 
 
-def _loads() -> dict[str, str]:
+def _read_when_loaded() -> dict[str, str]:
+    """Variables that OpenMP reads if it is loaded now, and libraries that are loaded already."""
     return _read(os.environ) | {"LD_PRELOAD": os.environ.get("LD_PRELOAD", "")}
 
 
 def _fork_from_here(loaded: dict[str, str]) -> None:
+    """Put forks in the place of ``multiprocessing``'s new interpreters and of vLLM's subprocess that
+    looks at a model's class."""
     global _loaded
     from vllm.model_executor.models import registry
 
     _compute_with(1)
-    _loaded, util.spawnv_passfds = loaded, spawn_by_fork
+    _loaded = loaded
+    util.spawnv_passfds = spawn_by_fork
     registry._run_in_subprocess = partial(look_by_fork, registry._run_in_subprocess)
 
 
 def _find_title() -> None:
-    """Have setproctitle find its place now: a fork's environment is elsewhere."""
+    """Have setproctitle find where the process's title is now, since a fork's environment, by which
+    it looks, is elsewhere."""
     with suppress(ImportError):
         titles = import_module("setproctitle")
-        name = titles.getthreadtitle()  # what `ps` and `ss` say, which it changes
+        name = titles.getthreadtitle()  # the name in `ps` and `ss`, which the next call changes
         titles.getproctitle()
         titles.setthreadtitle(name)
 
 
 def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
-    """What all workers of an engine read; empty where it differs, or is not known."""
-    if (asked := degrees(argv)) is None:
+    """Variables that OpenMP has to read for every worker of the engine; empty where workers differ, or
+    where the command line does not tell how many there are."""
+    parallel = degrees(argv)
+    if parallel is None:
         return {}
-    stages, ranks, replicas = asked
-    with suppress(SiPipeError):  # which is said later, by who checks it
+    stages, ranks, replicas = parallel
+    # Faults of the settings are reported by whoever checks them, later and once.
+    with suppress(SiPipeError):
         config = SiPipeConfig.from_dict(settings)
-        more: Any = {"samplers": config.samplers, "placement": config.cores}
-        cores = share_of(this_machine(most=config.most_cores), 0, replicas)
-        return _openmp(plan_cores(cores, stages=stages, tensor_parallel=ranks, **more))
+        plan = plan_cores(
+            share_of(this_machine(most=config.most_cores), 0, replicas),
+            stages=stages,
+            tensor_parallel=ranks,
+            samplers=config.samplers,
+            placement=config.cores,
+        )
+        return _openmp(plan)
     return {}
 
 
 def _openmp(plan: CorePlan) -> dict[str, str]:
+    """Variables that OpenMP has to read for every worker of ``plan``; empty where workers differ."""
     ranks = [cpus for stage in plan.workers for cpus in stage]
     if all(len(cpus) == 1 for cpus in ranks):
-        return ONE
+        return ONE_THREAD
     if len(ranks) > 1 or not ranks[0]:
         return {}
-    places = " ".join(map(str, ranks[0]))
-    read = {"OMP_NUM_THREADS": str(len(ranks[0])), "GOMP_CPU_AFFINITY": places}
-    return read | waiting(shared=plan.shared)
+    cpus = ranks[0]
+    variables = {"OMP_NUM_THREADS": str(len(cpus)), "GOMP_CPU_AFFINITY": " ".join(map(str, cpus))}
+    return variables | waiting(shared=plan.shared)
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, str]:
-    """What OpenMP reads of an environment; of that for one thread, where that is."""
-    said = {k: v for k, v in environment.items() if k.startswith(("OMP_", "GOMP_", "KMP_"))}
-    return ONE if said.items() >= ONE.items() else said
+    """Variables of ``environment`` that OpenMP reads. With one thread the others make no difference,
+    so they are left out."""
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(("OMP_", "GOMP_", "KMP_"))
+    }
+    return ONE_THREAD if variables.items() >= ONE_THREAD.items() else variables
 
 
 def may_fork(environment: Mapping[str, str]) -> bool:
-    """Whether a worker with this environment can be forked from here."""
-    if _loaded is None or not _alone():
+    """True if a worker with this environment can be forked from this process: OpenMP has read the
+    same here, and no other thread may hold a lock."""
+    if _loaded is None or not _has_no_other_threads():
         return False
-    # vLLM's worker looks at all that has been imported, and stumbles over Numba's (LMCache's imports).
+    # vLLM's worker looks at every module that has been imported, and fails at one of Numba's, which
+    # LMCache imports.
     if "llvmlite.binding.ffi" in sys.modules:
         return False
-    # vLLM preloads the library that torch brings, which is loaded here.
+    # vLLM has workers preload the libgomp that torch brings. Here it is loaded already.
     preloads = environment.get("LD_PRELOAD", "").split(":")
-    others = ":".join(name for name in preloads if "libgomp" not in name)
-    read = _read(environment)
-    read = _read(_loaded) if read == ONE else read
-    return read | {"LD_PRELOAD": others} == _loaded
+    preloads = [name for name in preloads if "libgomp" not in name]
+    variables = _read(environment)
+    if variables == ONE_THREAD:  # a worker with one thread fits whatever OpenMP has read
+        variables = _read(_loaded)
+    return variables | {"LD_PRELOAD": ":".join(preloads)} == _loaded
 
 
-def _alone() -> bool:
-    """Whether no thread may hold a lock, which would stay held in a fork."""
-    return {it.name for it in threading.enumerate()} <= {threading.main_thread().name, STARTER}
+def _has_no_other_threads() -> bool:
+    """True if no other thread can hold a lock, which would stay locked in a fork. The starter's thread
+    holds none."""
+    names = {thread.name for thread in threading.enumerate()}
+    return names <= {threading.main_thread().name, STARTER}
 
 
 def begin_worker(threads: int, cpus: Sequence[int]) -> None:
-    """What a forked worker does first: what OpenMP does where it is loaded."""
+    """Do in a forked worker, first, what OpenMP does where it is loaded: bind the main thread to the
+    first of ``cpus``, and set the number of threads."""
     os.sched_setaffinity(0, cpus[:1])
     _compute_with(threads)
-    # vLLM looks at all that has been imported, here more than in a new interpreter.
+    # vLLM looks at every module that has been imported, and a fork has more than a new interpreter.
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op`", FutureWarning)
 
 
@@ -171,19 +221,22 @@ def _compute_with(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-_anew: Any = util.spawnv_passfds
+_spawn: Any = util.spawnv_passfds
+"""Python's own function, which starts a new interpreter."""
 
 
 def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """``multiprocessing.util.spawnv_passfds``: the process is told what a new interpreter is."""
+    """Fork where ``multiprocessing.util.spawnv_passfds`` starts an interpreter; returns the process id.
+    The fork does what the command line ``args`` has a new interpreter do."""
     command = " ".join(map(str, args))
-    if not (main := re.search(r"spawn_main\((.*?)\)", command)):  # the resource tracker
-        return int(_anew(path, args, passfds))
+    main = re.search(r"spawn_main\((.*?)\)", command)
+    if main is None:  # the resource tracker, which is another program
+        return int(_spawn(path, args, passfds))
     numbers = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", main[1])}
 
     def run() -> None:
-        util.spawnv_passfds = _anew
-        # Imported before vLLM made the directory through which several API servers count.
+        util.spawnv_passfds = _spawn
+        # It was imported before vLLM named the directory through which several API servers count.
         if (counts := sys.modules.get("prometheus_client.values")) is not None:
             reload(counts)
         sys.argv = ["-c", "--multiprocessing-fork"]
@@ -192,19 +245,21 @@ def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
     return fork(run, passfds, os.environ)
 
 
-def look_by_fork(anew: Callable[..., Any], look: Callable[[], Any]) -> Any:
-    """``registry._run_in_subprocess``: what ``look`` finds of a model's class, in a process that ends;
-    vLLM has its answers in a file, but for a class that it sees for the first time. ``anew``: its own
-    way, which a process with other threads goes, such as a worker."""
-    if not _alone():
-        return anew(look)
+def look_by_fork(in_interpreter: Callable[..., Any], look: Callable[[], Any]) -> Any:
+    """Return what ``look`` finds of a model's class, in a fork that ends then. It stands in the place of
+    vLLM's ``registry._run_in_subprocess``, which is ``in_interpreter``, and which a process with other
+    threads still uses, such as a worker. vLLM has the answers in a file but for a class that it sees
+    for the first time. Raises RuntimeError: the process ended without an answer."""
+    if not _has_no_other_threads():
+        return in_interpreter(look)
     context = get_context("fork")
-    answer, told = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: told.send(look()))  # wait: none: it is read; its reader
+    reader, writer = context.Pipe(duplex=False)
+    # wait: none: it is read; its reader
+    child = context.Process(target=lambda: writer.send(look()))
     child.start()
-    told.close()
+    writer.close()
     try:
-        return answer.recv()  # wait: none, as vLLM's; the child's answer or end
+        return reader.recv()  # wait: none, as vLLM's; the child's answer or end
     except EOFError:
         raise RuntimeError("a model's class cannot be imported: its error is above") from None
     finally:

@@ -23,15 +23,18 @@ from sipipe.messages.start_records import SPARE
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SPARE_SECONDS = 5.0
+"""Seconds from the need of a spare to its start. Until then the cores belong to the engine's start, or
+to the sampler that has just taken a place."""
 AGAIN_SECONDS = 60.0
-"""After the end of a spare that had no place: where memory is short it may be killed first."""
+"""Seconds until another spare starts, after one that died before it had a place. Where memory is
+short the kernel may kill spares first, and would kill the next one, too."""
 
 Started = tuple[Child, socket.socket]
 """A sampler process, and the receiving end of its BIC-O."""
 
 
 class SpareSampler:
-    """The spare of one host's samplers; ``start`` starts a sampler process of a name."""
+    """The spare of one host's samplers. ``start`` starts a sampler process with a name."""
 
     def __init__(self, children: Children, start: Callable[[str], Started]) -> None:
         self._children = children
@@ -39,16 +42,17 @@ class SpareSampler:
         self._due = math.inf
         self._process: Started | None = None
         self.warm = False
-        """Whether there is one that could take a place now."""
+        """True while there is a spare that has compiled, and could take a place now."""
 
     def want(self) -> None:
-        """Start one in ``SPARE_SECONDS``."""
+        """Have a spare started in ``SPARE_SECONDS``."""
         self._due = time.monotonic() + SPARE_SECONDS
 
     def keep(self) -> float:
-        """Start one if it is due; returns the seconds until it is."""
-        if (left := self._due - time.monotonic()) > 0.0:
-            return left
+        """Start a spare if one is due; returns the seconds until the next look."""
+        seconds = self._due - time.monotonic()
+        if seconds > 0.0:
+            return seconds
         self._due = math.inf
         try:
             self._process = self._start(SPARE)
@@ -62,20 +66,27 @@ class SpareSampler:
         """The spare, which is sampler ``name`` from now on; None if it has not compiled yet."""
         if self._process is None or not self.warm:
             return None
-        taken, self._process, self.warm = self._process, None, False
-        self._children.rename(taken[0], name)
+        spare = self._process
+        self._process = None
+        self.warm = False
+        child, _ = spare
+        self._children.rename(child, name)
         self.want()
-        return taken
+        return spare
 
     def ended(self, how: str) -> None:
-        """It died before it had a place."""
+        """Forget the spare, which died before it had a place, and have another started later."""
         logger.info("the spare sampler died (%s); another starts in %g s", how, AGAIN_SECONDS)
         self.close()
         self._due = time.monotonic() + AGAIN_SECONDS
 
     def close(self) -> None:
-        """There is none any more."""
-        process, self._process, self.warm, self._due = self._process, None, False, math.inf
-        if process is not None:
+        """End the spare, if there is one, and start no other."""
+        spare = self._process
+        self._process = None
+        self.warm = False
+        self._due = math.inf
+        if spare is not None:
+            _, tokens = spare
             self._children.end([SPARE])
-            process[1].close()
+            tokens.close()

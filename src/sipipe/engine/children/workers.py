@@ -1,13 +1,15 @@
 """The stage workers of a host: one process per stage and tensor-parallel rank.
 
-A worker is told, in this order: what ``multiprocessing`` would tell a spawned process, its boot
-record, and once all have loaded where BIC-I is. Everything after that travels on BIC-I.
+A worker receives three messages on its control pipe, in this order: what ``multiprocessing`` sends
+to a process that it spawns, its start record, and, once all workers have loaded the model, the
+endpoint of BIC-I. Everything after that travels on BIC-I.
 """
 
 import copy
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing import resource_tracker, spawn
 from typing import Any
@@ -33,90 +35,132 @@ from sipipe.messages.start_records import Watched, WorkerBoot
 
 
 class Workers:
-    """A host's worker processes. A CPU's are bound to their cores by vLLM, a GPU's bind themselves."""
+    """A host's worker processes, started by the constructor. vLLM binds those that compute on a CPU to
+    their cores; those of a GPU bind themselves."""
 
     def __init__(self, children: Children, setup: Setup, watched: Watched) -> None:
-        tp, layers = setup.ranks, setup.layers
         self._children = children
+        self._setup = setup
         self._rendezvous = [get_file_store_init_method() for _ in setup.here]
-        """One torch.distributed address for the ranks of each stage."""
+        """Addresses of torch.distributed, one for the ranks of each stage."""
         self.remove_rendezvous = partial(remove_rendezvous, self._rendezvous)
         """Removes the files through which the ranks found each other; nobody opens them again."""
-        self.all: list[Child] = []
-        """By rank."""
-        set_multiprocessing_worker_envs(len(setup.here) * tp)  # for GPUs alone
-        spawned = get_mp_context().get_start_method() == "spawn"
-        on_cpu = current_platform.is_cpu()
-        with setup.worker_threads():
-            threads = OMPProcessManager(_of_this_host(setup))
+        set_multiprocessing_worker_envs(len(setup.here) * setup.ranks)  # it does so on GPUs only
         places = [
-            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=tp)
+            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks)
             for stage in setup.here
-            for rank in range(tp)
+            for rank in range(setup.ranks)
         ]
-        # Local rank r sends to local rank r + tp of the next stage, if that is on this host.
-        links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
-        # Where the output projection is shared out, each rank of the last stage, all of them being
-        # on this host, also sends to the same rank of every other.
-        receivers = places[:-tp] if setup.vocabulary.parts else ()
-        finals = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in receivers]
-        for local_rank, place in enumerate(places):
-            ends = [links[local_rank - tp][1]] if local_rank >= tp else []
-            ends += [links[local_rank][0]] if local_rank < len(links) else []
-            ends += [finals[local_rank][1]] if local_rank < len(finals) else []
-            ends += [pair[0] for pair in finals[place.tp_rank :: tp]] if place.is_last else []
-            tracking = resource_tracker.getfd()
-            assert tracking is not None, "it is started where there is none"
-            tracker = os.fdopen(os.dup(tracking), "wb")
+        self.all: list[Child] = self._start_all(places)
+        """The processes, by local rank."""
+        # All are started before the first gets its start record. A record that fills the pipe's buffer
+        # waits until its worker reads, and the others import meanwhile.
+        spawned = get_mp_context().get_start_method() == "spawn"
+        for local_rank, (place, worker) in enumerate(zip(places, self.all, strict=True)):
+            boot = self._boot(local_rank, place, watched)
+            worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))
+            # Where vLLM forks, a worker imports the user's main module no more, so what that defines
+            # travels by value. So does what came from another host.
+            worker.say(boot if spawned and not setup.node else cloudpickle.dumps(boot))
+
+    def _start_all(self, places: Sequence[StagePlace]) -> list[Child]:
+        """Start the processes of ``places`` in order, each with its threads' environment."""
+        setup = self._setup
+        with setup.worker_threads():
+            threads = OMPProcessManager(_config_of_this_host(setup))
+        shared = current_platform.is_cpu() and setup.cores.shared
+        workers = []
+        for local_rank, ends in enumerate(_link_ends(places, shares=bool(setup.vocabulary.parts))):
+            place = places[local_rank]
+            descriptor = resource_tracker.getfd()
+            assert descriptor is not None, "it starts the tracker where there is none"
+            tracker = os.fdopen(os.dup(descriptor), "wb")
             with threads.configure_omp_envs(rank=place.rank, local_rank=local_rank):
-                environ = {**os.environ, **waiting(shared=on_cpu and setup.cores.shared)}
+                environment = {**os.environ, **waiting(shared=shared)}
             begin = None
-            if may_fork(environ) and threads.cpu_lists:  # it is bound
+            if may_fork(environment) and threads.cpu_lists:  # its threads are bound
                 cpus = threads.cpu_lists[local_rank]
                 begin = partial(begin_worker, len(cpus), cpus)
-            worker = children.start(
-                place.name, "sipipe.worker", ends=[tracker, *ends], environment=environ, begin=begin
+            worker = self._children.start(
+                place.name,
+                "sipipe.worker",
+                ends=[tracker, *ends],
+                environment=environment,
+                begin=begin,
             )
-            self.all.append(worker)
-        for local_rank, (place, worker) in enumerate(zip(places, self.all, strict=True)):
-            boot = WorkerBoot(
-                vllm_config=without_speculation(setup.vllm_config),
-                config=setup.config,
-                place=place,
-                path=setup.path,
-                local_rank=local_rank,
-                distributed_init_method=self._rendezvous[local_rank // tp],
-                watched=watched,
-                of_main_thread=threading.current_thread() is threading.main_thread(),
-                layers=layers,
-                cut_evenly=layers == layer_split(sum(layers), len(layers)),
-                parts=setup.vocabulary.parts,
-                measures=setup.measures,
-                sampler_kernels=device_may_draw(),
-                rows=setup.rows,
-                speculates=setup.drafts > 0,
-                cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
-            )
-            worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))
-            # Where vLLM forks, nothing has been imported again in the engine's own process, so
-            # what the user's main module defines travels by value; as it came from another host.
-            worker.say(boot if spawned and not setup.node else cloudpickle.dumps(boot))
+            workers.append(worker)
+        return workers
+
+    def _boot(self, local_rank: int, place: StagePlace, watched: Watched) -> WorkerBoot:
+        """The record from which the worker of ``place`` starts."""
+        setup = self._setup
+        layers = setup.layers
+        local_stage = local_rank // setup.ranks
+        on_cpu = current_platform.is_cpu()
+        return WorkerBoot(
+            vllm_config=without_speculation(setup.vllm_config),
+            config=setup.config,
+            place=place,
+            path=setup.path,
+            local_rank=local_rank,
+            distributed_init_method=self._rendezvous[local_stage],
+            watched=watched,
+            of_main_thread=threading.current_thread() is threading.main_thread(),
+            layers=layers,
+            cut_evenly=layers == layer_split(sum(layers), len(layers)),
+            parts=setup.vocabulary.parts,
+            measures=setup.measures,
+            sampler_kernels=device_may_draw(),
+            rows=setup.rows,
+            speculates=setup.drafts > 0,
+            cpus=() if on_cpu else setup.cores.workers[local_stage][place.tp_rank],
+        )
 
     @property
     def names(self) -> list[str]:
-        """As readers of BIC-I, by rank."""
+        """Names of the workers, by local rank, which they also have as readers of BIC-I."""
         return [worker.name for worker in self.all]
 
     def wait_loaded(self, bus: RingEndpoint, deadline: float) -> None:
-        """Wait until all have loaded the model; tell them where BIC-I is. Raises Exception: what
-        a worker raised first. WorkerDiedError: a process ended. StallError: ``deadline`` passed."""
+        """Wait until all have loaded the model, and tell them where BIC-I is.
+
+        Raises Exception: what a worker raised first. WorkerDiedError: a process ended. StallError:
+        ``deadline`` (``time.monotonic()``) passed."""
         self._children.wait_ready(self.names, deadline)
         for worker in self.all:
             worker.say(bus)
         self.remove_rendezvous()
 
 
-def _of_this_host(setup: Setup) -> VllmConfig:
+def _link_ends(places: Sequence[StagePlace], *, shares: bool) -> list[list[socket.socket]]:
+    """The sockets over which workers of this host set up their links: for each local rank those that
+    it inherits, in the order in which it takes them (:mod:`sipipe.worker.links`).
+
+    With ``shares``, where the output projection is shared out, all ranks of the last stage are on
+    this host, and each also sends its hidden states to the same rank of every other stage."""
+    ranks = places[0].tp_size
+    # Local rank r sends to local rank r + ranks, which is of the next stage, if that is on this host.
+    links = [_socket_pair() for _ in places[ranks:]]
+    finals = [_socket_pair() for _ in places[:-ranks]] if shares else []
+    ends: list[list[socket.socket]] = [[] for _ in places]
+    for local_rank, place in enumerate(places):
+        if local_rank >= ranks:
+            ends[local_rank].append(links[local_rank - ranks][1])
+        if local_rank < len(links):
+            ends[local_rank].append(links[local_rank][0])
+        if local_rank < len(finals):
+            ends[local_rank].append(finals[local_rank][1])
+        if place.is_last:
+            ends[local_rank].extend(sender for sender, _ in finals[place.tp_rank :: ranks])
+    return ends
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """The sender's and the receiver's end of the socket of one link."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _config_of_this_host(setup: Setup) -> VllmConfig:
     """vLLM's configuration for its thread binding, with the ranks of this host alone."""
     config = copy.copy(setup.vllm_config)
     config.parallel_config = copy.copy(config.parallel_config)
@@ -125,11 +169,11 @@ def _of_this_host(setup: Setup) -> VllmConfig:
 
 
 def _preparation(name: str, spawned: bool) -> dict[str, Any]:
-    """What ``multiprocessing`` tells a spawned process, for the same effect. The user's main module is
-    imported again only where vLLM spawns: a script that vLLM may fork needs no ``if __name__ ==
-    "__main__"``, and would start a second engine."""
+    """The message that ``multiprocessing`` sends to a process that it spawns, for the same effect. The
+    user's main module is imported again only where vLLM spawns: a script that vLLM may fork needs no
+    ``if __name__ == "__main__"``, and would start a second engine."""
     data = spawn.get_preparation_data(name)
-    data["authkey"] = bytes(data["authkey"])  # pickles only inside of Process.start() otherwise
+    data["authkey"] = bytes(data["authkey"])  # its own class pickles inside of Process.start() only
     if not spawned:
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
