@@ -19,8 +19,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import HostSettings, SiPipeConfig
 from sipipe.engine.hosts import ray_placement
+from sipipe.engine.hosts.ray_bundles import Bundle, arrange
 from sipipe.engine.hosts.ray_claim import Claim
-from sipipe.engine.hosts.ray_placement import Bundle, arrange
 from sipipe.engine.setup.host_agreement import link_port, ports_used
 from sipipe.errors import ConfigError
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
-from sipipe.engine.iteration.bus import ring_sizes
+from sipipe.engine.iteration.bus import ENTRY_BYTES, ring_entries
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import memory_budget
 from sipipe.engine.setup.record import Setup
@@ -81,7 +81,7 @@ def opened(make) -> tuple[object, int]:
 def test_the_budget_is_what_the_channels_map():
     setup = setup_of()
     parts = memory_budget.memory_budget(setup)
-    made, size = opened(lambda: DispatchProducer("bic-i", **ring_sizes(setup.slots)))
+    made, size = opened(lambda: DispatchProducer("bic-i", ring_entries(setup.slots), ENTRY_BYTES))
     assert size == parts.pop("BIC-I")
     made.close()
     made, size = opened(

@@ -1,9 +1,9 @@
 """The host agent: ``sipipe serve ... --node-rank N --headless``, or the child of a Ray actor.
 
 Who runs here
-    The main thread follows the main host: what it publishes goes to this host's ring at once, in order.
-    A thread makes the calls, which wait for children; one for each sampler sends on what it drew;
-    one sends the figures; and there is the events thread of the children.
+    The main thread, which follows the main host and publishes what it sends in this host's ring, at
+    once and in order. One thread makes the calls, which wait for children. One for each sampler sends
+    on the tokens that it drew. One sends the figures. The events thread watches the children.
 Guarantees
     When the main host ends, is lost, or says so, this process ends with all of its children, and says
     why. When this process ends, the main host is told; when it is killed, its connection says so, and
@@ -46,8 +46,12 @@ from sipipe.messages.calls import Request
 from sipipe.messages.pickles import out_of_band, whole
 
 FIGURES_SECONDS = 0.5
+"""Seconds between two looks at this host's figures, which are sent if they have changed."""
 CHUNK = 1 << 18
+"""Bytes of a sampler's tokens that are read and sent at once, at most."""
 CLOCK_QUESTIONS = 5
+"""Times that the main host is asked for its clock. One answer in five is quick enough to say it within
+a fraction of a millisecond."""
 
 
 def run_agent(
@@ -55,10 +59,15 @@ def run_agent(
     ready: Callable[[], object] = lambda: None,
     met: Callable[[], object] = lambda: None,
 ) -> int:
-    """Serve this host's stages until the engine ends; returns the exit status. ``setup`` is this
-    host's own; ``ready`` is called when only the main host is missing, ``met`` when it takes this host.
+    """Serve this host's stages until the engine ends; returns the exit status of ``sipipe serve``.
 
-    Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
+    Args:
+        setup: what this host has decided for itself.
+        ready: called when only the main host is missing.
+        met: called when the main host has taken this host.
+
+    Raises ConfigError: the main host cannot be reached, or refuses this host. StallError: the main
+    host never came.
     """
     hosts = setup.config.hosts
     seconds = setup.config.start_timeout
@@ -66,65 +75,52 @@ def run_agent(
     port = control_port(hosts, setup.node)
     ranks = [(setup.here[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
     ports = [link_port(setup, rank) for rank in ranks]
-    for listens in ports:
-        check_port(address, listens, OTHER_PORT)
+    for listening_port in ports:
+        check_port(address, listening_port, OTHER_PORT)
     main = f"the main host ({hosts.address}:{port})"
-    listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
-    tell(f"{setup.has()}; connects to {main}; links on {address}: {listed}")
+    unit = "ports" if len(ports) > 1 else "port"
+    links = f"{unit} {', '.join(map(str, ports))}"
+    tell(f"{setup.has()}; connects to {main}; links on {address}: {links}")
     ready()
-    at = main_address(hosts, setup.node, seconds)
-    connection = Connection(at, port, listens=False, who=main)
+    connection = Connection(main_address(hosts, setup.node, seconds), port, listens=False, who=main)
     try:
         plan, clock_offset_ns = _introduce(setup, connection, address, main)
     except BaseException:
         connection.close()
         raise
     met()
-    theirs: Setup = pickle.loads(plan.setup)
-    own = {key: getattr(setup.config, key) for key in OWN_SETTINGS}
-    config = msgspec.structs.replace(theirs.config, **own)
-    agreed_setup = dataclasses.replace(
-        theirs, cores=setup.cores, node=setup.node, here=setup.here, config=config
+    # From our main host, over a connection that both secrets have authenticated.
+    engine_setup = _with_host_settings(pickle.loads(plan.setup), setup)
+    with claim(setup.cores):
+        return Agent(engine_setup, plan, clock_offset_ns, connection).run()
+
+
+def _with_host_settings(main_setup: Setup, setup: Setup) -> Setup:
+    """The main host's ``main_setup``, with what this host has decided for itself in ``setup``."""
+    settings = {key: getattr(setup.config, key) for key in OWN_SETTINGS}
+    merged = dataclasses.replace(
+        main_setup,
+        cores=setup.cores,
+        node=setup.node,
+        here=setup.here,
+        config=msgspec.structs.replace(main_setup.config, **settings),
     )
     if setup.kv_bytes is not None:
-        agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = setup.kv_bytes
-    devices = setup.config.devices
-    if (devices, theirs.config.devices) != (None, None):
-        assign_devices(agreed_setup.vllm_config, devices)
-    with claim(setup.cores):
-        return Agent(agreed_setup, plan, clock_offset_ns, connection).run()
+        merged.vllm_config.cache_config.kv_cache_memory_bytes = setup.kv_bytes
+    # The main host's vLLM configuration names the main host's GPUs, if it names any.
+    if setup.config.devices is not None or main_setup.config.devices is not None:
+        assign_devices(merged.vllm_config, setup.config.devices)
+    return merged
 
 
 def _introduce(
     setup: Setup, connection: Connection, address: str, main: str
 ) -> tuple[say.Plan, int]:
-    """What the main host wants, and what to add to this host's wall clock to have its."""
-    began = time.monotonic()
-    deadline = began + setup.config.start_timeout
-    said = began
-    refusals = 0
-    # wait: `start_timeout`; the main host
-    while not connection.wait_for_peer(min(SAID_SECONDS, max(0.0, deadline - time.monotonic()))):
-        if not connection.refused:
-            now = time.monotonic()
-            if now < deadline:
-                if now - said >= SAID_SECONDS:
-                    said = now
-                    tell(f"waits for {main}, {now - began:.0f} s by now")
-                continue
-            raise StallError(
-                f"{main} cannot be reached within {setup.config.start_timeout:g} s: is it started, "
-                "and --master-addr one of its addresses that this host can reach?"
-            )
-        refusals += 1
-        if refusals > 1:  # once may be one that was just ending
-            raise ConfigError(
-                f"{main} refused this host: the secret (SIPIPE_SECRET) is not the same on both, or "
-                "something else listens there"
-            )
-        connection.refused = False
-    samplers = len(setup.cores.samplers)
-    hello = say.Hello(node=setup.node, address=address, agreed=agreed(setup), samplers=samplers)
+    """Introduce this host to the main host, at whose other end of ``connection`` it waits. Returns the
+    main host's plan, and nanoseconds that, added to this host's wall clock, give the main host's.
+    Raises as :func:`run_agent`."""
+    deadline = time.monotonic() + setup.config.start_timeout
+    _wait_for_main_host(setup, connection, main, deadline)
 
     def ask(message: object) -> Any:
         connection.send(*out_of_band(message))
@@ -134,22 +130,60 @@ def _introduce(
         match whole(parts):
             case say.Refused(why):
                 raise ConfigError(f"{main} refused this host: {why}")
-            case say.End(why):  # for a reason of its own: --restart is for that
+            # The main host ended for a reason of its own, after which --restart may try again.
+            case say.End(why):
                 raise PeerDiedError(f"{main} ended before it began: {why}")
             case answer:
                 return answer
 
     clocks = []
     for _ in range(CLOCK_QUESTIONS):
-        asked = time.time_ns()
-        theirs, answered = ask(say.Clock()).nanoseconds, time.time_ns()
-        clocks.append((answered - asked, theirs - (asked + answered) // 2))
-    _, clock_offset_ns = min(clocks)  # the quickest answer says most
+        asked_ns = time.time_ns()
+        main_ns = ask(say.Clock()).nanoseconds
+        answered_ns = time.time_ns()
+        clocks.append((answered_ns - asked_ns, main_ns - (asked_ns + answered_ns) // 2))
+    # The quickest answer leaves the least doubt when within it the other clock was read.
+    _, clock_offset_ns = min(clocks)
+    hello = say.Hello(
+        node=setup.node,
+        address=address,
+        agreed=agreed(setup),
+        samplers=len(setup.cores.samplers),
+    )
     return ask(hello), clock_offset_ns
 
 
+def _wait_for_main_host(setup: Setup, connection: Connection, main: str, deadline: float) -> None:
+    """Wait until the main host is at the other end of ``connection``, and tell every
+    ``SAID_SECONDS`` that this host still waits. Raises as :func:`run_agent`."""
+    began = time.monotonic()
+    told_at = began
+    refusals = 0
+    # wait: `start_timeout`; the main host
+    while not connection.wait_for_peer(min(SAID_SECONDS, max(0.0, deadline - time.monotonic()))):
+        if not connection.refused:
+            now = time.monotonic()
+            if now < deadline:
+                if now - told_at >= SAID_SECONDS:
+                    told_at = now
+                    tell(f"waits for {main}, {now - began:.0f} s by now")
+                continue
+            raise StallError(
+                f"{main} cannot be reached within {setup.config.start_timeout:g} s: is it started, "
+                "and --master-addr one of its addresses that this host can reach?"
+            )
+        refusals += 1
+        if refusals > 1:  # the first may have come from an engine that was just ending
+            raise ConfigError(
+                f"{main} refused this host: the secret (SIPIPE_SECRET) is not the same on both, or "
+                "something else listens there"
+            )
+        connection.refused = False
+
+
 class Agent:
-    """What :func:`run_agent` runs; ``Events`` of its host."""
+    """The agent of one host once the main host has taken it. It also is the :class:`.Events` of its
+    :class:`.LocalHost`, which it passes on to the main host."""
 
     def __init__(
         self, setup: Setup, plan: say.Plan, clock_offset_ns: int, connection: Connection
@@ -157,13 +191,16 @@ class Agent:
         self._connection = connection
         self._figures = Figures(setup, plan.samplers, plan.run, clock_offset_ns)
         self._host = LocalHost(setup, self._figures.watched, self)
-        # The main thread may wait for a reader that hangs.
+        # The main thread, which would hear of the loss, may wait for a reader of the ring that hangs.
         connection.lost = lambda _: self._host.say_end("")
         self._calls: queue.SimpleQueue[Request[Any]] = queue.SimpleQueue()
         self._forwarding: dict[int, threading.Thread] = {}
+        """Threads that send on the tokens of each sampler, by index."""
         self._admitted: dict[int, threading.Event] = {}
+        """Events of the last successor of each sampler, set once the main host has admitted it."""
         self._ended = threading.Event()
-        # Figures arrive in the order in which they were read: counters never go back.
+        # Held from the reading of figures until they are sent, so that they arrive in the order in
+        # which they were read: a counter of the main host's metrics never goes back.
         self._telling = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def run(self) -> int:
@@ -172,7 +209,8 @@ class Agent:
             signal.signal(number, self._on_signal)
         for target in (self._make_calls, self._send_figures):
             threading.Thread(target=target, name="SiPipeAgent", daemon=True).start()
-        status, reason = 1, "its agent failed"
+        status = 1
+        reason = "its agent failed"
         try:
             while (parts := self._connection.receive(None)) is not None:
                 message = whole(parts)
@@ -201,9 +239,10 @@ class Agent:
         return status
 
     def _take(self, message: object) -> None:
+        """Do what the main host asks for."""
         match message:
             case say.Publish(parts):
-                with suppress(ChannelClosed):  # what comes next says why
+                with suppress(ChannelClosed):  # the next message is the reason
                     self._host.publish(parts)
             case Request():
                 self._calls.put(message)
@@ -214,14 +253,15 @@ class Agent:
                 self._host.ask()
 
     def _on_signal(self, _number: int, _frame: Any) -> None:
+        """End in good order at the first signal, which the wait for the main host does not outlive."""
         if not self._ended.is_set():
             raise SystemExit(143)
 
     def _send(self, message: object) -> None:
-        with suppress(PeerDiedError):  # the main thread hears of it
+        with suppress(PeerDiedError):  # the main thread sees it too, and ends this process
             self._connection.send(*out_of_band(message))
 
-    # ---- what the host tells the engine ---------------------------------------------------------
+    # ---- events of the host, for the engine -----------------------------------------------------
 
     def heard(self, name: str, message: Any) -> None:
         self._send(say.Heard(name, message))
@@ -230,14 +270,16 @@ class Agent:
         self._send(say.Failed(_sendable(error)))
 
     def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
-        # What the predecessor sent is on its way. The thread reads to the end of its socket, which
-        # was the predecessor's alone and closed with it, and never waits for the network.
+        # First everything that the predecessor has drawn. Its thread reads to the end of its socket,
+        # which closed with the predecessor, and never waits for the network.
         # wait: none: its socket's only writer is dead; the end of that socket
         self._forwarding[index].join()
-        admitted = self._admitted[index] = threading.Event()
+        admitted = threading.Event()
+        self._admitted[index] = admitted
         self._send(say.Successor(index, poison))
         self._forward(index, tokens)
-        # The next one shall not have what this one is told.
+        # The main host's answer is meant for this successor. If it dies before that, too, the next
+        # one must not be introduced earlier, or it would be given this one's snapshot.
         # wait: 1 s, again and again; the main host, which admits every one, or the engine's end
         while not (admitted.wait(1.0) or self._ended.is_set()):
             pass
@@ -248,6 +290,7 @@ class Agent:
     # ---- threads --------------------------------------------------------------------------------
 
     def _make_calls(self) -> None:
+        """Make the main host's calls one after the other, and send their results."""
         while True:
             # wait: none, for the main host's next request; a daemon, it ends with the process
             request = self._calls.get()
@@ -263,42 +306,50 @@ class Agent:
             self._send(say.Done(result))
 
     def _forward(self, index: int, tokens: socket.socket) -> None:
+        """Start the thread that sends on what sampler ``index`` writes to ``tokens``."""
         thread = threading.Thread(target=self._send_tokens, args=(index, tokens), daemon=True)
         self._forwarding[index] = thread
         thread.start()
 
     def _send_tokens(self, index: int, tokens: socket.socket) -> None:
-        data = b"all"
-        while data:
+        """Send on what sampler ``index`` writes to ``tokens``, each time with this host's figures. An
+        empty message says that the sampler is gone."""
+        while True:
             try:
                 # wait: none, while nothing is drawn; the sampler's death, which closes its end
                 data = tokens.recv(CHUNK)
             except OSError:
                 data = b""
             with self._telling:
-                if (figures := self._figures_here()) is None:
+                figures = self._figures_here()
+                if figures is None:
                     break
                 self._send(say.Tokens(index, data, figures))
+            if not data:
+                break
         tokens.close()
 
     def _send_figures(self) -> None:
+        """Send this host's figures when they have changed, also while no tokens are drawn."""
         sent = b""
         while not self._ended.wait(FIGURES_SECONDS):
             with self._telling:
-                if (figures := self._figures_here()) is not None and figures != sent:
+                figures = self._figures_here()
+                if figures is not None and figures != sent:
                     sent = figures
                     self._send(say.HostFigures(figures))
 
     def _figures_here(self) -> bytes | None:
-        """None: their page is closed, for the engine has ended."""
+        """This host's blocks of the statistics page; None once the page is closed at the end."""
         with suppress(ValueError):
             return self._figures.figures_here()
         return None
 
 
 def _sendable(error: BaseException) -> BaseException:
+    """``error``, or one with the same text in the place of an error that cannot be pickled."""
     try:
         pickle.dumps(error)
         return error
-    except Exception:  # an error of somebody else's
+    except Exception:  # the class is a library's, and pickling may raise anything
         return RuntimeError(str(error))

@@ -1,11 +1,13 @@
 """One host's part of an engine: its workers and samplers, its ring of BIC-I, its BIC-L.
 
 Who runs here
-    In the executor's process on the main host, in a host agent elsewhere: whoever starts and ends
-    it, the publisher of BIC-I, and the events thread of :mod:`sipipe.engine.children.children`.
+    In the executor's process on the main host, in a host agent elsewhere: the thread that starts and
+    ends it, the publisher of BIC-I, and the events thread of
+    :mod:`sipipe.engine.children.children`.
 Guarantees
-    What happens to a child is told to ``events``, wherever those are. Nothing crosses hosts but
-    what they send and what travels on links: logits and shared memory stay here.
+    ``events`` are told what happens to a child, on whatever host they are. Logits and shared memory
+    stay on this host: between hosts there are only the messages of :mod:`sipipe.messages.hosts` and
+    links.
 """
 
 import socket
@@ -19,15 +21,16 @@ from sipipe.engine.children.children import Child, Children
 from sipipe.engine.children.events import Events
 from sipipe.engine.children.samplers import Samplers
 from sipipe.engine.children.workers import Workers
-from sipipe.engine.iteration.bus import ring_sizes
+from sipipe.engine.iteration.bus import ENTRY_BYTES, ring_entries
 from sipipe.engine.scheduling.speculation import proposing
 from sipipe.engine.setup.memory_budget import logits_entries
 from sipipe.engine.setup.record import Setup
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.logits import LogitsChannel
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
 from sipipe.messages.calls import Request
 from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers, WaitLoaded
+from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.start_records import SPARE, SamplerSettings, Watched
 from sipipe.messages.step import Snapshot
@@ -35,7 +38,7 @@ from sipipe.observe.live import LivePage
 
 
 class LocalHost:
-    """This host: a :class:`.Host` without a way between."""
+    """The part of an engine on this machine: a :class:`.Host` whose methods act at once."""
 
     def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
         self._setup = setup
@@ -44,7 +47,9 @@ class LocalHost:
         self._closing = ExitStack()
         self._children = Children()
         self._end_speaking: Callable[[], None] = lambda: None
+        """Closes the ring of BIC-I, once there is one."""
         self._loaded = False
+        """True once all workers have loaded the model."""
 
     def start(self) -> list[socket.socket]:
         setup = self._setup
@@ -65,44 +70,58 @@ class LocalHost:
         )
         self._closing.callback(self._samplers.spare.close)
         self._ring = DispatchProducer(
-            "bic-i", **ring_sizes(setup.slots), readers=self._workers.names + self._samplers.names
+            "bic-i",
+            entries=ring_entries(setup.slots),
+            entry_bytes=ENTRY_BYTES,
+            readers=self._workers.names + self._samplers.names,
         )
         self._end_speaking = self._ring.close
         self._closing.callback(self._ring.close)
-        failed = self._events.failed
-        self._children.watch(heard=self._heard, died=self._died, turn=self._turn, failed=failed)
+        self._children.watch(
+            heard=self._heard, died=self._died, turn=self._turn, failed=self._events.failed
+        )
         return self._samplers.sockets
 
     def do(self, request: Request[Any]) -> Any:
-        setup, samplers = self._setup, self._samplers
-        deadline = time.monotonic() + setup.config.start_timeout
+        deadline = time.monotonic() + self._setup.config.start_timeout
         match request:
             case WaitLoaded():
                 self._workers.wait_loaded(self._ring.endpoint, deadline)
                 self._loaded = True
                 return None
             case MakeLogits(shape):
-                with running_on([cpu for cpus in setup.cores.workers[-1] for cpu in cpus]):
-                    self._logits = LogitsChannel(
-                        "bic-l",
-                        shape,
-                        rows=setup.logits_rows,
-                        entries=logits_entries(setup.slots),
-                        readers=samplers.names,
-                    )
-                self._closing.callback(self._logits.close)
-                return self._logits.endpoint
+                return self._make_logits(shape)
             case OpenSamplers():
-                measure = setup.microbatch if setup.measures else 0
-                return samplers.open(self._ring, self._logits, deadline, measure)
+                measure = self._setup.microbatch if self._setup.measures else 0
+                return self._samplers.open(self._ring, self._logits, deadline, measure)
             case EndSamplers():
-                self._children.end(samplers.names)
-                for name in samplers.names:
-                    self._ring.remove_reader(name)
-                samplers.let_go()
-                self._logits.close()
+                self._end_samplers()
                 return None
         raise AssertionError(f"no host does {request}")
+
+    def _make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
+        """Make BIC-L and return its endpoint."""
+        setup = self._setup
+        # On the last stage's cores, whose NUMA node the memory of the channel is then on.
+        with running_on([cpu for cpus in setup.cores.workers[-1] for cpu in cpus]):
+            self._logits = LogitsChannel(
+                "bic-l",
+                shape,
+                rows=setup.logits_rows,
+                entries=logits_entries(setup.slots),
+                readers=self._samplers.names,
+            )
+        self._closing.callback(self._logits.close)
+        return self._logits.endpoint
+
+    def _end_samplers(self) -> None:
+        """End all samplers and BIC-L, since the last stage draws on its device."""
+        names = self._samplers.names
+        self._children.end(names)
+        for name in names:
+            self._ring.remove_reader(name)
+        self._samplers.let_go()
+        self._logits.close()
 
     def publish(self, message: Sequence[Any]) -> None:
         self._ring.publish(message, self._setup.config.stall_timeout)
@@ -143,9 +162,9 @@ class LocalHost:
             self._samplers.spare.ended(how)
             return
         if child.name not in self._samplers.names:
-            what = "died" if self._loaded else "ended while starting (see its log lines above)"
-            who = f"stage worker {child}{self._setup.where()}"
-            self._events.failed(WorkerDiedError(f"{who} {what}, {how}; the engine stops"))
+            end = "died" if self._loaded else "ended while starting (see its log lines above)"
+            worker = f"stage worker {child}{self._setup.where()}"
+            self._events.failed(WorkerDiedError(f"{worker} {end}, {how}; the engine stops"))
             return
         try:
             self._events.heard(child.name, Replacing())
@@ -155,11 +174,16 @@ class LocalHost:
 
 
 def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
-    model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
-    thinking: tuple[list[int], list[int], list[int]] = [], [], []
+    """The settings that all samplers of this host have in common."""
+    model = setup.vllm_config.model_config
+    reasoning = setup.vllm_config.reasoning_config
+    thinking: tuple[list[int], list[int], list[int]] = ([], [], [])
     if reasoning is not None and reasoning.enabled:
-        begin, end = reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids
-        thinking = begin or [], end or [], reasoning.natural_reasoning_end_token_ids or []
+        thinking = (
+            reasoning.reasoning_start_token_ids or [],
+            reasoning.reasoning_end_token_ids or [],
+            reasoning.natural_reasoning_end_token_ids or [],
+        )
     return SamplerSettings(
         vocab_size=model.get_vocab_size(),
         logprobs_mode=model.logprobs_mode,

@@ -1,7 +1,8 @@
 """``python -m sipipe.engine.hosts.ray_agent FD``: a host agent, as the child of a Ray actor.
 
-FD is its end of a socket pair: the order comes on it, and the agent says on it that only the main host
-is missing, or why it cannot be one. It ends with the actor, in good order within a grace time.
+FD is the agent's end of a socket pair. The actor sends the order on it. The agent answers with one
+line: that only the main host is missing, or why it cannot start. It ends with the actor, in good
+order within ``GRACE_SECONDS``.
 """
 
 import os
@@ -25,7 +26,7 @@ from sipipe.messages.start_records import GRACE_SECONDS
 
 
 def main() -> int:
-    """Take the order and be the agent."""
+    """Read the order, and be the agent until the engine ends; returns the exit status."""
     claim = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(claim.fileno(), False)
     with claim.makefile("rb") as actor:
@@ -43,7 +44,9 @@ def main() -> int:
 
 
 def _run(order: Order, ready: Callable[[], object]) -> int:
-    if different := difference(order.versions, versions()):
+    # Before anything of vLLM is unpickled, whose classes differ between versions.
+    different = difference(order.versions, versions())
+    if different:
         raise ConfigError(f"does not fit: {different}")
     load_general_plugins()
     config = config_of(order)

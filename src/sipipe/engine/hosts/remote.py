@@ -1,9 +1,9 @@
-"""The main host's side of the others: how they come, and each as a :class:`.Host` to the pipeline.
+"""Other hosts as the main host sees them: how they come, and each as a :class:`.Host`.
 
 Who runs here
-    The engine thread waits for the hosts and calls; whoever publishes BIC-I, admits and asks; a
-    thread for each host takes in what its agent says, and calls the same handlers as the events
-    thread of this host does.
+    The engine thread, which waits for the hosts and makes calls. The threads that publish BIC-I,
+    admit samplers and ask workers. One thread for each host, which takes in its agent's messages and
+    calls the same handlers as this host's events thread.
 Guarantees
     A host that was met and is lost, or ends, fails the engine, named by number, address and stages.
     Everything that was sent to a host arrives in the order of the calls.
@@ -45,12 +45,16 @@ logger = init_logger(f"vllm.{__name__}")
 T = TypeVar("T")
 
 HELLO_SECONDS = 30.0
+"""Seconds for which a host that has connected may say nothing."""
 
 
 def meet(setup: Setup) -> list[RemoteHost]:
-    """Wait until all other hosts are there. Raises ConfigError: a port that is taken, or a host
-    with other versions or settings. StallError: a host did not come within the start timeout."""
-    if (hosts := setup.config.hosts).count == 1:
+    """Wait until all other hosts are there; returns them by number, without this one.
+
+    Raises ConfigError: a port is taken, or a host has other versions or settings. StallError: a host
+    did not come within the start timeout."""
+    hosts = setup.config.hosts
+    if hosts.count == 1:
         return []
     address = main_address(hosts, setup.node, setup.config.start_timeout)
     deadline = time.monotonic() + setup.config.start_timeout
@@ -59,7 +63,7 @@ def meet(setup: Setup) -> list[RemoteHost]:
         for node in range(1, hosts.count):
             remotes.append(RemoteHost(setup, node, address))
         ports = ", ".join(
-            f"port {control_port(hosts, it.node)} for host {it.node}" for it in remotes
+            f"port {control_port(hosts, remote.node)} for host {remote.node}" for remote in remotes
         )
         logger.info("SiPipe's main host listens on %s: %s", address, ports)
         for remote in remotes:
@@ -72,25 +76,32 @@ def meet(setup: Setup) -> list[RemoteHost]:
 
 
 class RemoteHost:
-    """A host with an agent on it, which does there what :class:`.LocalHost` does here."""
+    """A host whose agent does there what :class:`.LocalHost` does here."""
 
     def __init__(self, setup: Setup, node: int, address: str) -> None:
-        """Listen for it on this host's ``address``."""
+        """Listen for host ``node`` on this host's ``address``."""
         self.node = node
         self.address = ""
+        """The host's address; empty until it was met."""
         self.samplers = 0
-        """How many it has; known when it was met, as the address is."""
+        """Samplers of the host; 0 until it was met."""
         self._setup = setup
         port = control_port(setup.config.hosts, node)
         self._listen_again = partial(Connection, address, port, listens=True, who=f"host {node}")
         self._connection = self._listen_again()
         self._calls: deque[Future[Any]] = deque()
+        """Results of calls that were made and not answered yet, oldest first."""
+        # Held while a call is appended and sent: an agent answers in the order in which it is asked.
         # wait: held for moments; nobody waits under it, as sending over ZeroMQ does not
         self._calling = threading.Lock()
         self._feeds: dict[int, socket.socket] = {}
-        """Our ends of socket pairs, by sampler: what an agent's sampler sent goes in here."""
-        self._ending = self._said = False
+        """Sending ends of socket pairs, by sampler, into which the agent's samplers' tokens go."""
+        self._ending = False
+        """True once the end of the host is no failure."""
+        self._end_sent = False
+        """True once the host was told that the engine ends, or was refused."""
         self._failure: BaseException | None = None
+        """Error that every later call raises."""
 
     @property
     def here(self) -> range:
@@ -101,29 +112,43 @@ class RemoteHost:
         return f"host {self.node} ({self.address or 'not met'}, {named(self.here)})"
 
     def meet(self, deadline: float) -> None:
-        """Wait for the agent's hello, and compare. Raises as :func:`meet`."""
+        """Wait for the agent's hello until ``deadline`` (``time.monotonic()``), and compare its
+        versions and settings with this host's. Raises as :func:`meet`."""
         while True:
             try:
-                return self._meet(deadline)
-            except PeerDiedError:  # it came while others were waited for, and may come again
+                self._wait_for_agent(deadline)
+                hello = self._receive_hello()
+                break
+            except PeerDiedError:  # it came while another host was waited for, and may come again
                 self._connection.close()
                 self._connection = self._listen_again()
+        self.address = hello.address
+        self.samplers = hello.samplers
+        self._connection.who = str(self)
+        different = difference(agreed(self._setup), hello.agreed)
+        if different:
+            error = f"host {self.node} ({hello.address}) does not fit: {different}"
+            self._end_sent = True
+            self._send(say.Refused(error))
+            raise ConfigError(error)
 
-    def _meet(self, deadline: float) -> None:
-        setup, connection, warned = self._setup, self._connection, False
+    def _wait_for_agent(self, deadline: float) -> None:
+        """Wait until an agent with the same secret is connected. Raises StallError: none came."""
+        connection = self._connection
+        warned = False
         began = time.monotonic()
-        said = began
+        logged = began
         # wait: `start_timeout`; the agent
         while not connection.wait_for_peer(
             min(SAID_SECONDS, max(0.0, deadline - time.monotonic()))
         ):
             now = time.monotonic()
-            if now - said >= SAID_SECONDS:
-                said = now
+            if now - logged >= SAID_SECONDS:
+                logged = now
                 logger.info("waits for host %d to come, %.0f s by now", self.node, now - began)
             if now > deadline:
                 raise StallError(
-                    f"host {self.node} did not come within {setup.config.start_timeout:g} s: was it "
+                    f"host {self.node} did not come within {self._setup.config.start_timeout:g} s: was it "
                     f"started (--node-rank {self.node} --headless), and can it reach this address?"
                 )
             if connection.refused:
@@ -132,25 +157,28 @@ class RemoteHost:
                     continue
                 warned = True  # once, however often somebody comes
                 logger.warning("Somebody with another secret, or none, came for %s", self)
-        while isinstance(hello := self._receive(HELLO_SECONDS), say.Clock):
-            connection.send(*out_of_band(say.Clock(time.time_ns())))
-        if not isinstance(hello, say.Hello):
-            raise StallError(f"{self} came and said nothing; look at its own log")
-        self.address, self.samplers = hello.address, hello.samplers
-        connection.who = str(self)
-        if different := difference(agreed(setup), hello.agreed):
-            error = f"host {self.node} ({hello.address}) does not fit: {different}"
-            self._said = True
-            self._send(say.Refused(error))
-            raise ConfigError(error)
 
-    # ---- what a host is to the pipeline ---------------------------------------------------------
+    def _receive_hello(self) -> say.Hello:
+        """Answer the agent's questions for this host's clock, and return its hello."""
+        message = self._receive(HELLO_SECONDS)
+        while isinstance(message, say.Clock):
+            self._connection.send(*out_of_band(say.Clock(time.time_ns())))
+            message = self._receive(HELLO_SECONDS)
+        if not isinstance(message, say.Hello):
+            raise StallError(f"{self} came and said nothing; look at its own log")
+        return message
+
+    # ---- the host as the pipeline sees it -------------------------------------------------------
 
     def begin(self, events: Events, telemetry: Telemetry, samplers: int) -> None:
-        """Tell the agent what the engine is, and listen to it."""
-        self._events, self._telemetry = events, telemetry
-        setup, run = cloudpickle.dumps(self._setup), telemetry.watched.run
-        self._send(say.Plan(setup=setup, samplers=samplers, run=run))
+        """Tell the agent what the engine is, and listen to it. ``samplers`` is the number of those of
+        all hosts."""
+        self._events = events
+        self._telemetry = telemetry
+        plan = say.Plan(
+            setup=cloudpickle.dumps(self._setup), samplers=samplers, run=telemetry.watched.run
+        )
+        self._send(plan)
         threading.Thread(target=self._listen, name=f"SiPipeHost{self.node}", daemon=True).start()
 
     def start(self) -> list[socket.socket]:
@@ -159,8 +187,8 @@ class RemoteHost:
         return ends
 
     def do(self, request: Request[T]) -> T:
-        late = f"{request} waits for {self}"
-        return result_of(self._call(request), lambda: late, self._setup.config.start_timeout)
+        reason = f"{request} waits for {self}"
+        return result_of(self._call(request), lambda: reason, self._setup.config.start_timeout)
 
     def publish(self, message: Sequence[Any]) -> None:
         self._send(say.Publish([pickle.PickleBuffer(part) for part in message]))
@@ -174,7 +202,8 @@ class RemoteHost:
     def fail(self, error: BaseException) -> None:
         with self._calling:
             self._failure = error
-            calls, self._calls = self._calls, deque()
+            calls = self._calls
+            self._calls = deque()
         for call in calls:
             with suppress(InvalidStateError):
                 call.set_exception(error)
@@ -183,8 +212,9 @@ class RemoteHost:
         self._ending = True
 
     def say_end(self, reason: str) -> None:
-        said, self._ending, self._said = self._said, True, True
-        if not said:
+        self._ending = True
+        if not self._end_sent:
+            self._end_sent = True
             self._send(say.End(reason))
 
     def close(self, reason: str = "") -> None:
@@ -197,7 +227,7 @@ class RemoteHost:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
-        # The thread that listens says that the host is gone.
+        # The thread that listens reports that the host is gone.
         with suppress(PeerDiedError):
             self._connection.send(*out_of_band(message))
 
@@ -206,6 +236,7 @@ class RemoteHost:
         return whole(parts) if parts else None
 
     def _call(self, request: Request[T]) -> Future[T]:
+        """Send a call; returns the future of its answer. Raises what :meth:`fail` was called with."""
         future: Future[T] = Future()
         with self._calling:
             if self._failure is not None:
@@ -215,15 +246,22 @@ class RemoteHost:
         return future
 
     def _feed(self, index: int) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        before, self._feeds[index] = self._feeds.get(index), ours
-        if before is not None:
-            before.close()
-        return theirs
+        """Make a socket pair for the tokens of sampler ``index``, or of its successor; returns the end
+        from which they are gathered."""
+        sender, receiver = socket.socketpair()
+        predecessor = self._feeds.get(index)
+        self._feeds[index] = sender
+        if predecessor is not None:
+            predecessor.close()
+        return receiver
 
     def _listen(self) -> None:
+        """Take in the agent's messages until the end."""
         try:
-            while not self._ending and (message := self._receive(None)):
+            while not self._ending:
+                message = self._receive(None)
+                if not message:
+                    break
                 self._take(message)
         except PeerDiedError as error:
             if not self._ending:
@@ -232,16 +270,17 @@ class RemoteHost:
             self._events.failed(error)
 
     def _take(self, message: object) -> None:
+        """Pass on what the agent says."""
         match message:
             case say.Tokens(index, data, figures):
                 self._telemetry.take_figures(figures)
                 with suppress(OSError):  # the engine is shutting down
                     # wait: as the gather thread, which reads, does to publish; `close`
                     self._feeds[index].sendall(data)
-                    if not data:
+                    if not data:  # the sampler is gone
                         self._feeds[index].shutdown(socket.SHUT_WR)
-            case say.Heard(name, what):
-                self._events.heard(name, what)
+            case say.Heard(name, said):
+                self._events.heard(name, said)
             case say.HostFigures(figures):
                 self._telemetry.take_figures(figures)
             case say.Done(BaseException() as error) | say.Failed(error):

@@ -27,10 +27,11 @@ ENTRY_BYTES = 64 * 1024
 """Bytes of an entry: a decode step of some hundred sequences; a longer message is cut."""
 
 
-def ring_sizes(slots: int) -> dict[str, int]:
-    """Entries of a host's ring and their bytes. Bitmasks and images travel on it too, and a sampler
-    reads on only when its logits have come: whoever publishes for later microbatches shall not wait."""
-    return {"entries": max(256, 64 * slots), "entry_bytes": ENTRY_BYTES}
+def ring_entries(slots: int) -> int:
+    """Entries of a host's ring, each of ``ENTRY_BYTES``. Bitmasks and images travel on it too, and a
+    sampler reads on only when its logits have come. There is room for more than ``slots`` messages,
+    so that whoever publishes for later microbatches does not wait."""
+    return max(256, 64 * slots)
 
 
 class Host(Protocol):

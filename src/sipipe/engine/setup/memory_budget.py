@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sipipe.engine.iteration.bus import ring_sizes
+from sipipe.engine.iteration.bus import ENTRY_BYTES, ring_entries
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec, buffer_bytes
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.layout import Layout
@@ -32,7 +32,7 @@ def memory_budget(setup: Setup) -> dict[str, int]:
     config, inflight, dtype = setup.vllm_config, setup.slots, setup.dtype
     stages = len(setup.here) + (setup.node > 0)  # the link from the host before ends here
     samplers = len(setup.cores.samplers)
-    sizes = {"BIC-I": Layout(**ring_sizes(inflight)).size}
+    sizes = {"BIC-I": Layout(ring_entries(inflight), ENTRY_BYTES).size}
     if samplers:  # else vLLM's draws, and there is no BIC-L
         shape = LogitsShape(vocab=config.model_config.get_vocab_size(), dtype=dtype)
         sizes["logits"] = logits_layout(shape, setup.logits_rows, logits_entries(inflight)).size
