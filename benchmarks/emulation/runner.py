@@ -13,25 +13,22 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.sequence import IntermediateTensors
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
+from benchmarks.emulation.stand_in_runner import StandInRunner, plain_model_state
 from sipipe.worker.hooks.preparation import StandInSampler
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 
 
-class EmulatedRunner:
+class EmulatedRunner(StandInRunner):
     """One stage's.
 
     Args:
@@ -41,15 +38,7 @@ class EmulatedRunner:
         received: buffers of hidden states [tokens, hidden] that come from the stage before.
     """
 
-    device = torch.device("cpu")
-    lora_config = pp_handler = pcp_manager = fast_prefill = kv_block_zeroer = None
-    execute_model_state: Any = None
-    """Of the last stage's iteration that samples next."""
-    is_pooling_model = False
-    kv_connector = NO_OP_KV_CONNECTOR
     sampler = StandInSampler()
-    num_speculative_steps = 0
-    dcp_size = 1
 
     def __init__(
         self,
@@ -59,16 +48,19 @@ class EmulatedRunner:
         *,
         last: bool,
     ) -> None:
-        scheduler, self.model_config = config.scheduler_config, config.model_config
+        requests = config.scheduler_config.max_num_seqs
+        tokens = config.scheduler_config.max_num_batched_tokens
+        super().__init__(
+            first=True,  # it has tokens, and nobody looks at them
+            last=last,
+            requests=requests,
+            tokens=tokens,
+            model=model,
+            model_config=config.model_config,
+            received=received,
+        )
         self.cache_config = config.cache_config
-        self.is_first_pp_rank = True  # it has tokens, and nobody looks at them
-        self.is_last_pp_rank, self.model = last, model
-        requests = self.max_num_reqs = scheduler.max_num_seqs
-        tokens = self.max_num_tokens = scheduler.max_num_batched_tokens
-        self.intermediate_tensors = IntermediateTensors(received)
-        self.model_state: Any = DefaultModelState.__new__(DefaultModelState)  # a plain decoder's
-        self.model_state.prepare_attn = lambda: None
-        self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool))
+        self.model_state = plain_model_state()
         self.input_buffers = PackedInputBuffers(requests, tokens, requests, self.device)
         self.kv_caches: list[Any] = []
         self.kv_cache_config = SimpleNamespace(num_blocks=0)
@@ -80,28 +72,27 @@ class EmulatedRunner:
             self.req_states = RequestState(requests, 1, tokens, 0, 1, self.device)
             self.block_tables = BlockTables([size], requests, tokens, [width], self.device)
 
-    def begin(self, output: SchedulerOutput) -> InputBatch | None:
-        """As ``execute_model``, up to the model's call; None: there is nothing to run."""
-        states, tables = self.req_states, self.block_tables
-        for req_id in sorted(output.finished_req_ids.union(output.preempted_req_ids or ())):
-            states.remove_request(req_id)
-        for new in output.scheduled_new_reqs:
-            states.remove_request(new.req_id)
-            states.add_request(new.req_id, 0, [], new.num_computed_tokens, 0)
-            row = states.req_id_to_index[new.req_id]
-            tables.append_block_ids(row, new.block_ids, overwrite=True)
-            self.sampler.add_request(row, new.sampling_params)
-        self.update_requests(output)
-        for staged in (states.total_len, states.num_computed_tokens, *tables.block_tables):
+    def remove_request(self, req_id: str) -> None:
+        self.req_states.remove_request(req_id)
+
+    def add_request(self, new: Any) -> int:
+        self.req_states.add_request(new.req_id, 0, [], new.num_computed_tokens, 0)
+        row: int = self.req_states.req_id_to_index[new.req_id]
+        return row
+
+    def apply_staged_writes(self) -> None:
+        """Drop them: there is no device."""
+        states = self.req_states
+        tables = self.block_tables.block_tables
+        for staged in (states.total_len, states.num_computed_tokens, *tables):
             staged.clear_staged_writes()
-        tokens = output.total_num_scheduled_tokens
-        if not tokens:
-            return None
-        state, _ = self.gather_batch_req_state(output, False)
-        desc = BatchExecutionDescriptor(CUDAGraphMode.NONE, tokens, None)
-        batch: InputBatch = self.prepare_inputs(output, state, desc, 0)
-        self.model_state.prepare_attn()  # tokens are there behind it
-        return batch
+
+    def batch_descriptor(self, output: SchedulerOutput) -> BatchExecutionDescriptor:
+        return BatchExecutionDescriptor(CUDAGraphMode.NONE, output.total_num_scheduled_tokens, None)
+
+    def attend(self, batch: InputBatch) -> None:
+        """Take the tokens, which are there behind the model state's call; nothing attends."""
+        self.model_state.prepare_attn(batch)
 
     def sample_tokens(self, _: Any) -> Any:
         """As vLLM's, which nobody waits for."""

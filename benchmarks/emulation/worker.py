@@ -278,9 +278,10 @@ class EmulatedWorker(WorkerBase):
         """Launch an iteration; as vLLM's worker, it receives and sends through the group."""
         group: Any = get_pp_group()
         self._sent()  # as vLLM's worker: what was made last may be overwritten
-        batch = self.model_runner.begin(output)
-        if batch is None:
+        begun = self.model_runner.begin(output)
+        if begun is None:
             return
+        batch, _ = begun
         computed, scheduled = batch.num_computed_tokens_np, batch.num_scheduled_tokens
         usual = self._stage.seconds(computed, scheduled)
         if self.beside is not None:

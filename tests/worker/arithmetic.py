@@ -13,9 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from vllm.sequence import IntermediateTensors
+from benchmarks.emulation.stand_in_runner import StandInRunner
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.worker.device import HostDevice
@@ -105,7 +104,7 @@ class Output(AsyncModelRunnerOutput):
         return self.model_runner_output.kv_connector_output
 
 
-class Runner:
+class Runner(StandInRunner):
     """In place of vLLM's second runner, on one stage.
 
     Args:
@@ -115,21 +114,20 @@ class Runner:
         state: makes the model state; another class than vLLM's default prepares by itself.
     """
 
-    num_speculative_steps = 0
-    execute_model_state = None
-    pcp_manager = fast_prefill = lora_config = None
-    dcp_size = 1
-    is_pooling_model = False
-    kv_connector = NO_OP_KV_CONNECTOR
+    sampler = SimpleNamespace(add_request=lambda *_: None)
 
     def __init__(self, place, config, block_size, *, state=DefaultModelState):
-        scheduler, self.model_config = config.scheduler_config, config.model_config
-        self.device = torch.device("cpu")
-        self.is_first_pp_rank, self.is_last_pp_rank = place.is_first, place.is_last
-        self.max_num_reqs = requests = scheduler.max_num_seqs
-        self.max_num_tokens = tokens = scheduler.max_num_batched_tokens
-        self.cache_config = SimpleNamespace(mamba_cache_mode="none")
-        self.model = Model()
+        requests = config.scheduler_config.max_num_seqs
+        tokens = config.scheduler_config.max_num_batched_tokens
+        super().__init__(
+            first=place.is_first,
+            last=place.is_last,
+            requests=requests,
+            tokens=tokens,
+            model=Model(),
+            model_config=config.model_config,
+            received={KEY: torch.zeros(tokens, HIDDEN)},
+        )
         self.model_state = state(config, self.model, None, self.device)
         self.model_state.prepare_attn = lambda _: None
         self.req_states = SimpleNamespace(
@@ -140,9 +138,6 @@ class Runner:
         )
         width = -(-self.model_config.max_model_len // block_size)
         self.block_tables = Tables(requests, block_size, width)
-        self.intermediate_tensors = IntermediateTensors({KEY: torch.zeros(tokens, HIDDEN)})
-        asked = np.zeros(requests, bool)
-        self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=asked)
         self.pp_handler = TokenFeedback(requests, device=self.device)
         self.cache = {}
         """What the KV cache holds, by slot."""
@@ -152,37 +147,17 @@ class Runner:
 
     # ---- as vLLM's, in its order ----------------------------------------------------------------
 
-    def get_model(self):
-        return self.model
-
     def _dummy_run(self, *_, **__):
         """Nothing: this model has no tensors that a stage could leave unread."""
 
     def execute_model(self, output, receive=None):
         """``receive`` gives the hidden states, and is called when they are needed."""
-        states = self.req_states
-        self.update_pp_decode_requests()
-        for req_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
-            self._remove(req_id)
-        for new in output.scheduled_new_reqs:
-            self._remove(new.req_id)
-            row = states.req_id_to_index[new.req_id] = states.free_indices.pop()
-            states.prefill_len.np[row] = len(new.prefill_token_ids)
-            states.num_computed_tokens.gpu[row] = new.num_computed_tokens
-            self._prefills[row] = new.prefill_token_ids
-            self.block_tables.append_block_ids(row, new.block_ids, overwrite=True)
-            if self.is_last_pp_rank:
-                self.sampler.add_request(row, new.sampling_params)
-        self.update_requests(output)
-        self.block_tables.apply_staged_writes()
-        if not output.total_num_scheduled_tokens:
+        begun = self.begin(output)
+        if begun is None:
             return self.kv_connector.no_forward(output)
         self._finished = output.finished_req_ids
-        state, _ = self.gather_batch_req_state(output, False)
-        desc = SimpleNamespace(num_tokens=output.total_num_scheduled_tokens, num_reqs=None)
-        batch = self._batch = self.prepare_inputs(output, state, desc, 0)
-        tables, slots = self.prepare_attn(batch)
-        self.model_state.prepare_attn(batch)
+        batch, (tables, slots) = begun
+        self._batch = batch
         received = None
         if receive is not None:
             received = receive()[KEY][: batch.num_tokens]
@@ -205,10 +180,18 @@ class Runner:
         self.postprocess_sampled(batch.idx_mapping, drawn, counts, rejected, batch.query_start_loc)
         return Output(batch, drawn, tokens, self.kv_connector.post_forward(self._finished))
 
-    def _remove(self, req_id):
+    def remove_request(self, req_id):
         row = self.req_states.req_id_to_index.pop(req_id, None)
         if row is not None:
             self.req_states.free_indices.append(row)
+
+    def add_request(self, new):
+        states = self.req_states
+        row = states.req_id_to_index[new.req_id] = states.free_indices.pop()
+        states.prefill_len.np[row] = len(new.prefill_token_ids)
+        states.num_computed_tokens.gpu[row] = new.num_computed_tokens
+        self._prefills[row] = new.prefill_token_ids
+        return row
 
     def forward(self, batch, tables, slots, received):
         """The model, and what of attention's metadata it would read."""
@@ -310,8 +293,6 @@ class Runner:
         counts = torch.from_numpy(samples.astype(np.int32))
         drawn = SimpleNamespace(sampled_token_ids=logits.argmax(-1, keepdim=True))
         return drawn, counts, torch.zeros_like(counts)
-
-    sampler = SimpleNamespace(add_request=lambda *_: None)
 
 
 class Worker:

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from benchmarks.emulation.stand_in_runner import StandInRunner, plain_model_state
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 from vllm.v1.worker.gpu.input_batch import InputBuffers
-from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from .emulated_cuda import Machine, poison
 
@@ -70,10 +69,6 @@ class States:
         computed = torch.zeros(requests, dtype=torch.int32, device=device)
         self.num_computed_tokens = SimpleNamespace(gpu=computed)
 
-    def add(self, req_id):
-        self.req_id_to_index[req_id] = row = self.free_indices.pop()
-        return row
-
 
 class Tables:
     """In place of vLLM's block tables: changes are staged as its are, and kernels write them."""
@@ -117,94 +112,87 @@ class Tables:
         return (self.batch[:requests],)
 
 
-class Runner:
+class Runner(StandInRunner):
     """In place of vLLM's second runner: its order of work, and its kinds of buffers.
 
-    ``graphs``: batches are padded, but for those that decode alone, and the model's inputs and outputs lie in buffers that the next
-    replay overwrites, as with CUDA graphs; else outputs are new tensors, as without. ``asked``: of
-    each row, whether its prompt's scores are wanted.
+    ``graphs``: batches are padded, but for those that decode alone, and the model's inputs and outputs
+    lie in buffers that the next replay overwrites, as with CUDA graphs; else outputs are new tensors,
+    as without. ``wants_scores``: of each row, whether its prompt's scores are wanted.
     """
 
-    lora_config = pcp_manager = fast_prefill = pp_handler = kv_block_zeroer = None
-    is_pooling_model = False
-    kv_connector = NO_OP_KV_CONNECTOR
-    num_speculative_steps = 0
-    dcp_size = 1
-
-    def __init__(self, place, asked, *, graphs):
+    def __init__(self, place, wants_scores, *, graphs):
         self.device = device = torch.device("cuda", place.stage)
         self.machine = Machine.current
         self.index = place.stage
         self.graphs = graphs
-        self.is_first_pp_rank, self.is_last_pp_rank = place.is_first, place.is_last
-        self.max_num_reqs = requests = INFLIGHT * ROWS
-        self.max_num_tokens = MAX_TOKENS
-        self.model_state = DefaultModelState.__new__(DefaultModelState)
-        self.model_state.prepare_attn = lambda _: None
-        self.cache_config = SimpleNamespace(mamba_cache_mode="none")
-        self.model_config = SimpleNamespace(
-            get_vocab_size=lambda: VOCAB,
-            seed=0,
-            use_fp64_gumbel=False,
-            rswa_window=None,
-            enable_prompt_embeds=False,
+        requests = INFLIGHT * ROWS
+        shape = (MAX_TOKENS, HIDDEN)
+        names = ("hidden_states", "residual")
+        super().__init__(
+            first=place.is_first,
+            last=place.is_last,
+            requests=requests,
+            tokens=MAX_TOKENS,
+            model=Model(device),
+            model_config=SimpleNamespace(
+                get_vocab_size=lambda: VOCAB,
+                seed=0,
+                use_fp64_gumbel=False,
+                rswa_window=None,
+                enable_prompt_embeds=False,
+            ),
+            received={name: torch.zeros(shape, device=device) for name in names},
         )
+        self.model_state = plain_model_state()
         self.req_states = States(requests, device)
         self.block_tables = Tables(requests, device, self.machine)
         self.input_buffers = InputBuffers(requests, MAX_TOKENS, device)
-        self.model = Model(device)
-        self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=asked)
-        shape = (MAX_TOKENS, HIDDEN)
-        names = ("hidden_states", "residual")
-        kept = {name: torch.zeros(shape, device=device) for name in names}
-        self.intermediate_tensors = IntermediateTensors(kept)
+        self.prompt_logprobs_worker.uses_prompt_logprobs = wants_scores
         self.outputs = {name: torch.empty(shape, device=device) for name in names}
         self.main_stream = torch.cuda.current_stream(device)
         self.output_copy_stream = torch.cuda.Stream(device)
-        self.execute_model_state = None
-
-    def _prepared(self, *_):
-        raise AssertionError("SiPipe prepares")
-
-    update_pp_decode_requests = update_requests = gather_batch_req_state = prepare_inputs = (
-        _prepared
-    )
-    postprocess_num_computed_tokens = postprocess_sampled = _prepared
 
     def prepare_attn(self, batch):
         return self.block_tables.gather(batch.idx_mapping, batch.num_reqs_after_padding), None
 
-    def add_requests(self, output):
-        for new in output.scheduled_new_reqs:
-            row = self.req_states.add(new.req_id)
-            self.block_tables.append_block_ids(row, new.block_ids, overwrite=True)
-            if self.is_last_pp_rank:
-                self.sampler.add_request(row, new.sampling_params)
+    def remove_request(self, req_id):
+        assert req_id not in self.req_states.req_id_to_index, "no request leaves here"
+
+    def add_request(self, new):
+        states = self.req_states
+        row = states.req_id_to_index[new.req_id] = states.free_indices.pop()
+        return row
+
+    def apply_staged_writes(self):
         if self.is_last_pp_rank:
             self.sampler.apply_staged_writes()
+        super().apply_staged_writes()
 
-    def execute_model(self, output, intermediate):
-        self.update_pp_decode_requests()
-        self.add_requests(output)
-        self.update_requests(output)
-        self.block_tables.apply_staged_writes()
-        state, _ = self.gather_batch_req_state(output, False)
-        tokens = -(-state.num_tokens // ROWS) * ROWS if self.graphs else state.num_tokens
-        desc = SimpleNamespace(num_tokens=tokens, num_reqs=ROWS + 1 if self.graphs else None)
-        batch = self.prepare_inputs(output, state, desc, 0)
+    def batch_descriptor(self, output):
+        tokens = output.total_num_scheduled_tokens
+        if not self.graphs:
+            return SimpleNamespace(num_tokens=tokens, num_reqs=None)
+        return SimpleNamespace(num_tokens=-(-tokens // ROWS) * ROWS, num_reqs=ROWS + 1)
+
+    def attend(self, batch):
         [table], _ = self.prepare_attn(batch)
         # As some of vLLM's builders of attention metadata: copies of what the host has.
         lengths = batch.seq_lens_cpu_upper_bound.to(self.device, non_blocking=True)
         starts = torch.from_numpy(batch.query_start_loc_np).to(self.device, non_blocking=True)
         self.model_state.prepare_attn(batch)
-        kept = self.intermediate_tensors.tensors
+        return table, lengths, starts
+
+    def execute_model(self, output, intermediate):
+        batch, attention = self.begin(output)
+        tokens = self.batch_descriptor(output).num_tokens
+        buffers = self.intermediate_tensors.tensors
         if intermediate is not None:
-            for name, tensor in kept.items():
+            for name, tensor in buffers.items():
                 tensor[:tokens].copy_(intermediate.tensors[name][:tokens])
         outputs = self.outputs
         if not self.graphs:
-            outputs = {n: torch.empty((tokens, HIDDEN), device=self.device) for n in kept}
-        self.machine.launch(self._replay(batch, table, lengths, starts, outputs), self.index)
+            outputs = {name: torch.empty((tokens, HIDDEN), device=self.device) for name in buffers}
+        self.machine.launch(self._replay(batch, *attention, outputs), self.index)
         hidden = outputs["hidden_states"][:tokens]
         self.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden)
         if self.is_last_pp_rank:
