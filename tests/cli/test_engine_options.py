@@ -61,18 +61,18 @@ def test_values_are_what_they_say(argv, settings, rest):
 def test_prompts_come_from_arguments_or_a_file(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\n  two \n", encoding="utf-8")
-    assert generate._prompts([], generate._read(str(file))) == ["one", "  two "]
-    assert generate._prompts(["a", "b"], None) == ["a", "b"]
+    assert generate.prompts_of([], generate.read_prompts(str(file))) == ["one", "  two "]
+    assert generate.prompts_of(["a", "b"], None) == ["a", "b"]
     with pytest.raises(ConfigError, match="not from both"):
-        generate._prompts(["a"], ["one"])
+        generate.prompts_of(["a"], ["one"])
     with pytest.raises(ConfigError, match=r"cannot read --file .*No such file"):
-        generate._read(str(tmp_path / "none"))
+        generate.read_prompts(str(tmp_path / "none"))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        generate._read(str(file))
+        generate.read_prompts(str(file))
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
-        generate._read(str(file))
+        generate.read_prompts(str(file))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if not rest:
         raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
     # A file is read before vLLM is imported; which words are prompts, only vLLM's parser can say.
-    lines = _read(own.file) if own.file else None
+    lines = read_prompts(own.file) if own.file else None
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -77,14 +77,14 @@ def main(argv: Sequence[str]) -> int:
         rest,
         settings,
         given,
-        prompts=lambda words: _prompts(words, lines),
+        prompts=lambda words: prompts_of(words, lines),
         chat=own.chat,
         show=_show_json if own.json else _show_text,
     )
     return 0 if good else 1
 
 
-def _prompts(words: Sequence[str], lines: list[str] | None) -> list[str]:
+def prompts_of(words: Sequence[str], lines: list[str] | None) -> list[str]:
     """Prompts of the command line, or ``lines`` of ``--file``, or else of stdin."""
     if words and lines is not None:
         raise ConfigError("generate: prompts come from the arguments or from --file, not from both")
@@ -94,10 +94,10 @@ def _prompts(words: Sequence[str], lines: list[str] | None) -> list[str]:
         return lines
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("generate: no prompt: give one as an argument, with --file, or on stdin")
-    return _read("-")
+    return read_prompts("-")
 
 
-def _read(file: str) -> list[str]:
+def read_prompts(file: str) -> list[str]:
     """Lines of a file, or of stdin (``-``), that are not empty. Raises ConfigError: there are none."""
     try:
         if file == "-":

@@ -1,5 +1,6 @@
 """How an engine is set up: the GPUs of its workers, and which of vLLM's runners it has."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -17,6 +18,17 @@ from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import decide as deciding
 from sipipe.engine.setup import record as setup
 from sipipe.errors import ConfigError
+
+
+def executor_config(**parallel):
+    """As much of vLLM's configuration as the executor reads by itself."""
+    parts = ["model", "cache", "load", "lora", "device", "speculative", "observability"]
+    config = SimpleNamespace(**{f"{part}_config": None for part in parts})
+    config.parallel_config = SimpleNamespace(
+        **{"placement_group": None, "data_parallel_index": 0} | parallel
+    )
+    config.scheduler_config = SimpleNamespace(get_scheduler_cls=lambda: None, scheduler_cls=None)
+    return config
 
 
 @pytest.fixture
@@ -143,11 +155,7 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
 
     def start():
-        made = executor.Executor.__new__(executor.Executor)
-        made.vllm_config = None
-        made.parallel_config = SimpleNamespace(placement_group=None)
-        made._init_executor()
-        kept.append(made)
+        kept.append(executor.Executor(executor_config()))
         raise SystemExit(1)
 
     kept = []
@@ -173,33 +181,53 @@ def test_what_the_user_has_read_in_the_foreground_is_not_said_again(
     monkeypatch.setattr(executor, "describe_setup", lambda _: ["a", "b"])
     monkeypatch.setattr(executor.logger, "info", lambda _, line: logged.append(line))
     monkeypatch.setattr(executor, "claim", lambda _: 1 / 0)  # what follows
-    made = executor.Executor.__new__(executor.Executor)
-    made.vllm_config = None
-    made.parallel_config = SimpleNamespace(placement_group=None, data_parallel_index=replica)
     with pytest.raises(ZeroDivisionError):
-        made._init_executor()
+        executor.Executor(executor_config(data_parallel_index=replica))
     assert len(logged) == said
 
 
-def test_weights_do_not_change_beside_a_shared_output_projection():
-    made = executor.Executor.__new__(executor.Executor)
-    made._shares = True
+@pytest.fixture
+def sharing_executor(monkeypatch):
+    """An executor that has opened a pipeline whose stages share the output projection."""
+    bound = SimpleNamespace(announced=True)
+    decided = SimpleNamespace(
+        apply=lambda: None, cores=None, vllm_config=bound, bind_scheduler=lambda _: None
+    )
+    answered = SimpleNamespace(result=lambda _: [])
+    pipeline = SimpleNamespace(
+        load=lambda: None,
+        close=lambda: None,
+        open=lambda: SimpleNamespace(vocabulary=Vocabulary((0.5, 0.5)), setup=decided),
+        observed=lambda scheduler: scheduler,
+        resolver=SimpleNamespace(thread=SimpleNamespace(native_id=1)),
+        dispatcher=SimpleNamespace(settle=lambda: None),
+        calls=SimpleNamespace(call=lambda *_: answered),
+    )
+    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
+    monkeypatch.setattr("sipipe.engine.hosts.remote.meet", lambda _: [])
+    monkeypatch.setattr(executor, "decide", lambda _: decided)
+    monkeypatch.setattr(executor, "describe_setup", lambda _: [])
+    monkeypatch.setattr(executor, "claim", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
+    made = executor.Executor(executor_config())
+    made.compile_or_warm_up_model()
+    return made
+
+
+def test_weights_do_not_change_beside_a_shared_output_projection(sharing_executor):
     for method in executor.CHANGE_WEIGHTS:
         with pytest.raises(ConfigError, match=rf'{method}: .* set "vocabulary": "last"'):
-            made.collective_rpc(method)
+            sharing_executor.collective_rpc(method)
 
 
 @pytest.mark.parametrize(
     ("method", "warned"), [("apply_model", True), (len, True), ("add_lora", False)]
 )
-def test_a_function_may_change_them_and_is_warned_of(monkeypatch, method, warned):
-    made, said = executor.Executor.__new__(executor.Executor), []
-    made._shares, made._started = True, False
-    calls = SimpleNamespace(call=lambda *_: SimpleNamespace(result=lambda _: "done"))
-    monkeypatch.setattr(made, "_usable", lambda: SimpleNamespace(calls=calls), raising=False)
-    monkeypatch.setattr(executor.logger, "warning_once", said.append)
-    assert made.collective_rpc(method) == "done"
-    assert ['"vocabulary": "last"' in text for text in said] == [True] * warned
+def test_a_function_may_change_them_and_is_warned_of(monkeypatch, sharing_executor, method, warned):
+    warnings = []
+    monkeypatch.setattr(executor.logger, "warning_once", warnings.append)
+    assert sharing_executor.collective_rpc(method) == []
+    assert ['"vocabulary": "last"' in text for text in warnings] == [True] * warned
 
 
 def test_where_vllms_sampler_draws_nothing_is_shared():
