@@ -80,17 +80,17 @@ def test_threads_record_without_loss(tmp_path):
         for i in range(each):
             recorder.record(Phase.PREPARE, i, thread, thread * each + i, thread * each + i)
             if i % 5000 == 4999:
-                recorder._spill()  # some other thread may spill at any time
+                recorder.spill()  # some other thread may spill at any time
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     lock = threading.Lock()
-    spill = type(recorder)._spill
+    spill = type(recorder).spill
 
     def one_at_a_time(self):  # the queue has one reader: the test has to keep to that
         with lock:
             spill(self)
 
-    type(recorder)._spill = one_at_a_time
+    type(recorder).spill = one_at_a_time
     try:
         for thread in threads:
             thread.start()
@@ -98,7 +98,7 @@ def test_threads_record_without_loss(tmp_path):
             thread.join()
         recorder.close()
     finally:
-        type(recorder)._spill = spill
+        type(recorder).spill = spill
     records = read_trace(tmp_path).processes[0].records
     assert (np.sort(records["start_ns"]) == np.arange(4 * each)).all()
     for thread in range(4):
@@ -114,7 +114,7 @@ def test_a_full_queue_drops_and_says_so(tmp_path, monkeypatch):
     recorder = open_recorder(tmp_path, Header(role="sampler"))
     for i in range(100):
         recorder.record(Phase.SAMPLE, i, 0, i, i + 1)
-    recorder._spill()
+    recorder.spill()
     for i in range(100, 130):
         recorder.record(Phase.SAMPLE, i, 0, i, i + 1)
     recorder.close()
@@ -143,7 +143,7 @@ def test_a_trace_has_its_limit_and_the_newest_records(limit, spills, torn):
                 now = max(now + 1, time.monotonic_ns())
                 recorder.record(Phase.FORWARD, recorded, 0, now - 1, now, 1, 1)
                 recorded += 1
-            recorder._spill()
+            recorder.spill()
             assert sum(f.stat().st_size for f in Path(directory).iterdir()) <= limit
         recorder.close()
         if torn:
@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_when_a_file_is_begun_ends_the_recording(tmp_path, m
     monkeypatch.setattr(recorder, "_begin", full)
     for i in range(200):
         recorder.record(Phase.FORWARD, i, 0, i, i + 1)
-    recorder._spill()
+    recorder.spill()
     recorder.record(Phase.FORWARD, 200, 0, 200, 201)  # without effect
     recorder.close()
     assert "No space left" in capfd.readouterr().err

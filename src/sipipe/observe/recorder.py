@@ -175,10 +175,11 @@ class Recorder:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            self._spill()
-        self._spill()
+            self.spill()
+        self.spill()
 
-    def _spill(self) -> None:
+    def spill(self) -> None:
+        """Write what has been recorded since the last call to the file; any thread may call."""
         data = [self._records.popleft() for _ in range(len(self._records))]
         now = time.monotonic_ns()
         cpu = time.process_time_ns()

@@ -120,8 +120,12 @@ def last_runner():
 
 
 @pytest.fixture
-def last_stage():
-    runner = last_runner()
+def runner():
+    return last_runner()
+
+
+@pytest.fixture
+def last_stage(runner):
     return LastRows(runner, HostDevice(), Head(runner), reports=True)
 
 
@@ -170,9 +174,9 @@ def row_values(logits):
 
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
-def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
+def test_rows_are_in_the_samplers_order(last_stage, runner, lora, prepared):
     """vLLM puts decoding requests first; samplers know the order of the scheduling output."""
-    last_stage._runner.lora_config = object() if lora else None
+    runner.lora_config = object() if lora else None
     sorted_batch = batch(["d1", "d2", "chunk", "p"], [9, 5, 0, 0], [1, 1, 3, 4], [9, 2, 8, 4])
     hidden = torch.arange(9.0).unsqueeze(1)
     sampled = np.array([3, 1, 0]) if prepared else None
@@ -185,10 +189,10 @@ def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("lora", [False, True])
-def test_rows_in_any_order_are_those_of_their_requests(last_stage, lora, order):
+def test_rows_in_any_order_are_those_of_their_requests(last_stage, runner, lora, order):
     """All decode, so that each row of hidden states samples; the samplers want them in ``order``. The
     naive twin picks each: to take hidden states whole would hand tokens to other requests."""
-    last_stage._runner.lora_config = object() if lora else None
+    runner.lora_config = object() if lora else None
     decoding = batch(["a", "b", "c"], [9, 5, 7], [1, 1, 1], [9, 2, 3])
     hidden = torch.tensor([[50.0], [60.0], [70.0]])
     rows = np.array(order)
@@ -204,9 +208,9 @@ def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
     assert row_values(launched.logits) == [0.0, 1.0]
 
 
-def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
+def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage, runner):
     """For prompt scores, or where no sampler says anything; by all ranks alike."""
-    runner, calls = last_stage._runner, []
+    calls = []
     runner.sample_tokens = lambda _: calls.append("output")
     runner.postprocess_sampled = lambda rows, *_: calls.append(rows.tolist())
     last_stage = last_stage.take_over(per_row=False)
@@ -246,10 +250,10 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_each_row_has_its_place(last_stage, drawn, lora):
-    last_stage._runner.lora_config = object() if lora else None
+def test_each_row_has_its_place(last_stage, runner, drawn, lora):
+    runner.lora_config = object() if lora else None
     last_stage = last_stage.take_over(per_row=True)
-    sampler = last_stage._runner.sampler
+    sampler = runner.sampler
     for row, params in enumerate([PLAIN, ASKS_MORE, PLAIN, ASKS_MORE, PLAIN]):
         sampler.add_request(row, params)
     sampler.apply_staged_writes()
