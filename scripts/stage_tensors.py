@@ -194,26 +194,28 @@ def read_models(folder: Path) -> Iterator[tuple[str, StageTensors]]:
                     yield f"{file.relative_to(folder)}:{node.name}", found
 
 
-def models_folder() -> Path:
-    """The installed vLLM's models."""
+def models_folders() -> list[Path]:
+    """The installed vLLM's models: one file each, and those with a package for each device."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise SystemExit("vLLM is not installed")
-    return Path(spec.origin).parent / "model_executor" / "models"
+    package = Path(spec.origin).parent
+    return [package / "model_executor" / "models", package / "models"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, help="models' sources (the installed vLLM's)"
+        "folders", nargs="*", type=Path, help="models' sources (the installed vLLM's)"
     )
-    folder = parser.parse_args().folder or models_folder()
+    folders = parser.parse_args().folders or models_folders()
     count = 0
     print("| model | what |\n| --- | --- |")
-    for name, found in read_models(folder):
-        count += 1
-        for fault in found.faults():
-            print(f"| `{name}` | {fault} |")
+    for folder in folders:
+        for name, found in read_models(folder):
+            count += 1
+            for fault in found.faults():
+                print(f"| `{name}` | {fault} |")
     print(f"\n{count} classes looked at.")
 
 

@@ -20,7 +20,11 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
 
-SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
+SEAMS = (
+    "tests/test_seams.py",
+    "tests/test_handed_over.py",
+    "tests/scripts/test_stage_tensors.py",
+)
 ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
 SLOW = {
     "parity": ("tests/engine/test_parity.py",),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.engine import tiny_models
+from tests.tools.planner.planned import by_degree, make_cluster, make_plan
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
@@ -17,6 +18,8 @@ from sipipe.engine.layers.cut import cut_layers, layer_split, nearest_even
 from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.engine.start import arguments, plugin
 from sipipe.errors import ConfigError
+from sipipe.tools.planner.models import load_model
+from sipipe.tools.planner.workload import Workload
 
 KINDS = ["sliding_attention", "full_attention"] * 4
 TEXT = {"num_hidden_layers": 8}
@@ -64,11 +67,12 @@ def test_every_automatic_cut_keeps_what_belongs_together(case, vocabulary, kv_lo
         sparse_layers=frozenset(),
         tied_embeddings=True,
         intermediate=256,
+        bonds=tuple(bonds),
     )
     starts = boundaries(bonds, total)
     for cut in (
         nearest_even(total, stages, starts),
-        cut_layers(facts, stages, kv_loss=kv_loss, starts=starts),
+        cut_layers(facts, stages, kv_loss=kv_loss),
     ):
         assert len(cut) == stages
         assert sum(cut) == total
@@ -88,11 +92,13 @@ def gemma4(tmp_path_factory):
     tiny_models.make_gemma4(path)
 
     def configured(stages):
+        """The engine's configuration with so many stages."""
         args = arguments.parse_engine_args(
             [str(path), "-pp", str(stages), "--max-model-len", "256"], {}
         )
         return plugin.engine_config(arguments.AsyncEngineArgs.from_cli_args(args))
 
+    configured.path = path
     return configured
 
 
@@ -120,3 +126,38 @@ def test_a_cut_that_cannot_work_is_refused_by_name(gemma4, monkeypatch):
     monkeypatch.setenv(VARIABLE, "6,2")
     with pytest.raises(ConfigError, match=rf"{VARIABLE} cuts \[6, 2\]"):
         choose_layers(gemma4(2), SiPipeConfig.from_dict({}), by_cost=True)
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_a_planned_cut_is_one_that_the_engine_accepts(gemma4, monkeypatch, device, stages):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    facts = load_model(str(gemma4.path))
+    plan = make_plan(
+        facts, make_cluster(device, per_host=stages), Workload(input=64, output=64, max_num_seqs=8)
+    )
+    planned = by_degree(plan)[stages, 1].ours
+    made = gemma4(stages)
+    for cut in (planned.cut, tuple(stage.layers for stage in planned.placement.stages)):
+        assert choose_layers(made, SiPipeConfig(layers=cut), by_cost=True) == cut
+
+
+def test_what_a_plan_rules_out_is_named(gemma4):
+    facts = load_model(str(gemma4.path))
+    workload = Workload(input=64, output=64, max_num_seqs=8)
+    reasons = {
+        (engine, p): reason
+        for degree in (4, 8)
+        for engine, p, t, reason in make_plan(
+            facts, make_cluster(per_host=degree), workload
+        ).rejected
+        if t == 1
+    }
+    shared = "layers 4 to 7 (later ones read earlier ones' KV cache)"
+    # Stock cuts evenly, 2 and 2 of them, whatever belongs together.
+    assert reasons["vllm-async", 4] == (
+        f"its even cut takes {shared} apart, which have to be on one stage"
+    )
+    assert reasons["sipipe", 8] == (
+        f"{shared} have to be on one stage, which leaves room for 5 stages"
+    )

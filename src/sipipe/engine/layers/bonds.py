@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from sipipe.engine.layers.cut import Cut
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bond:
@@ -86,7 +84,7 @@ def _shared_index(text: Mapping[str, Any], total: int) -> list[Bond]:
     ]
 
 
-def broken(bonds: Sequence[Bond], layers: Cut) -> Bond | None:
+def broken(bonds: Sequence[Bond], layers: Sequence[int]) -> Bond | None:
     """The first bond that a cut into ``layers`` breaks, or None."""
     starts = list(accumulate(layers))[:-1]
     return next(

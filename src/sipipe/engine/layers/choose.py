@@ -4,6 +4,7 @@ vLLM's models ask ``get_pp_indices``, which reads ``VLLM_PP_LAYER_PARTITION``: e
 its own environment, so that nothing stays behind in the process that holds the engine.
 """
 
+import dataclasses
 import json
 import math
 from typing import Any, Literal
@@ -125,11 +126,7 @@ def is_free(config: SiPipeConfig) -> bool:
 def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[int, ...]:
     parallel, memory = vllm_config.parallel_config, _memory(vllm_config)
     degrees = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-    bonds = model_bonds(vllm_config)
-    starts = boundaries(bonds, facts.layers) if bonds else None
-    return cut_layers(
-        facts, *degrees, device=device_kind(), kv_loss=kv_loss, memory=memory, starts=starts
-    )
+    return cut_layers(facts, *degrees, device=device_kind(), kv_loss=kv_loss, memory=memory)
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
@@ -188,4 +185,6 @@ def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:
     except (ConfigError, UnsupportedError, TypeError) as error:  # TypeError: a field is no JSON
         logger.info("The model's weights are not known: %s", error)
         return None
+    # Of its vision nothing stands in the text's configuration.
+    facts = dataclasses.replace(facts, bonds=model_bonds(vllm_config))
     return facts if facts.layers == model.get_total_num_hidden_layers() else None

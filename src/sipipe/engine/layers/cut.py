@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from sipipe.engine.layers.bonds import boundaries
 from sipipe.engine.layers.facts import ModelFacts
 
 Device = Literal["cpu", "gpu"]
@@ -43,15 +44,13 @@ def cut_layers(
     device: Device = "gpu",
     kv_loss: float = 1.0,
     memory: float = math.inf,
-    starts: Sequence[int] | None = None,
 ) -> Cut:
     """Layers of ``p`` stages of ``t`` ranks, for the shortest slowest stage. vLLM's even cut where
     that is not at least 5 % shorter, or every better one costs more than ``kv_loss`` of its KV
-    cache's tokens; ``memory`` as :func:`kv_lost` has it. ``starts``: layers at which a stage but the
-    first may begin, p - 1 at least; None: at any. The even cut is then the one nearest to it. Requires
-    ``1 <= p <= facts.layers``."""
+    cache's tokens; ``memory`` as :func:`kv_lost` has it. Layers that have to be on one stage stay together; the
+    even cut is then the one nearest to it. Requires ``1 <= p <= most_stages(facts)``."""
     costs, projection = _costs(facts, t, device)
-    allowed = range(1, facts.layers) if starts is None else starts
+    allowed = boundaries(facts.bonds, facts.layers)
     even = nearest_even(facts.layers, p, allowed)
     least = (1 - kv_loss) * _tokens(facts, even, t, memory)
     most = facts.layers
@@ -186,6 +185,11 @@ def _shortest(
         return min(options)
 
     return best(0, p)[2]
+
+
+def most_stages(facts: ModelFacts) -> int:
+    """Stages that the model can be cut into at most."""
+    return 1 + len(boundaries(facts.bonds, facts.layers))
 
 
 def nearest_even(layers: int, p: int, starts: Sequence[int]) -> Cut:

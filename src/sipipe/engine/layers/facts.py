@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from sipipe.engine.layers.bonds import Bond
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
@@ -92,6 +94,8 @@ class ModelFacts:
     context_length: int = 0
     """Longest sequence the model takes; 0: not stated."""
     source: str = "config.json"
+    bonds: tuple[Bond, ...] = ()
+    """Layers that have to be on one stage."""
 
     @property
     def embedding_parameters(self) -> int:

@@ -4,6 +4,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from sipipe.engine.layers.bonds import bonds_of
 from sipipe.engine.layers.facts import Attention, MixtureOfExperts, ModelFacts
 from sipipe.errors import ConfigError, UnsupportedError
 
@@ -35,6 +36,7 @@ def facts_from_config(
     Raises ConfigError: fields are missing (all are named) or are not positive whole numbers.
     UnsupportedError: state-space and linear attention layers, encoder-decoder.
     """
+    vision = config.get("vision_config")
     if isinstance(config.get("text_config"), Mapping):
         config = {**config, **config["text_config"]}
     _refuse_undescribed(config, source)
@@ -71,6 +73,7 @@ def facts_from_config(
         block=block,
         context_length=fields.optional("max_position_embeddings"),
         source=source,
+        bonds=bonds_of(config, vision if isinstance(vision, Mapping) else {}),
     )
 
 

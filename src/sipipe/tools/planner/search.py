@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
+from sipipe.engine.layers.bonds import boundaries, broken
+from sipipe.engine.layers.cut import (
+    cut_layers,
+    layer_split,
+    most_stages,
+    nearest_even,
+    share_projection,
+)
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
@@ -81,11 +88,20 @@ class Search:
         per_host = cluster.devices_per_host
         device = cluster.device
         _check_divisible(facts, p, t)
+        if p > most_stages(facts):
+            raise _RuledOutError(
+                f"{facts.bonds[0]} have to be on one stage, which leaves room for "
+                f"{most_stages(facts)} stages"
+            )
         if ours and per_host % t:
             raise _RuledOutError(
                 f"SiPipe keeps the {t} ranks of a stage on one host, which has {per_host} devices"
             )
         even = cut = layer_split(facts.layers, p)
+        if ours:
+            even = nearest_even(facts.layers, p, boundaries(facts.bonds, facts.layers))
+        elif (bond := broken(facts.bonds, even)) is not None:
+            raise _RuledOutError(f"its even cut takes {bond} apart, which have to be on one stage")
         ways: dict[tuple[tuple[int, ...], tuple[float, ...]], None] = {(even, ()): None}
         if ours:
             usable = device.memory_bytes * self.workload.memory_utilization
