@@ -281,6 +281,40 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
 
 
+ONLY_SIPIPE_HAS = frozenset(
+    {
+        "samplers",
+        "inflight",
+        "cpu_sampling",
+        "scheduler",
+        "microbatches",
+        "layers",
+        "vocabulary",
+        "devices",
+        "hosts",
+        "cores",
+        "trace",
+        "stall_timeout",
+        "start_timeout",
+        "grammar_timeout",
+    }
+)
+"""Settings that vLLM's own executor would not heed: who gives one of them wants SiPipe to run the
+model, also where it steps aside otherwise (:mod:`sipipe.engine.start.aside`). The others say nothing
+of one stage: it has no links, nothing is cut, and a trace's limit is none of a trace."""
+
+SETTING_FOR_ONE_STAGE = '"samplers": "auto" in the sipipe config (sipipe serve --samplers auto)'
+"""The shortest of them, for messages: it changes nothing else."""
+
+
+def asked_of_sipipe(additional_config: object) -> list[str]:
+    """Names of the settings in vLLM's ``additional_config`` that only SiPipe heeds, in their order
+    there; one that is null is not given. Raises ConfigError: a setting is wrong."""
+    SiPipeConfig.from_additional_config(additional_config)
+    settings = (additional_config or {}).get("sipipe") or {}  # type: ignore[attr-defined]
+    return [name for name in settings if name in ONLY_SIPIPE_HAS and settings[name] is not None]
+
+
 def _refusal(problem: str, settings: Mapping[str, Any]) -> ConfigError:
     """The line for what msgspec found; ``found`` ends with the path of the value."""
     problem, _, path = problem.partition(" - at `$")

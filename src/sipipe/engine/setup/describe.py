@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.platforms import current_platform
 
 from sipipe import cpu_features
+from sipipe.config import asked_of_sipipe
 from sipipe.cores import (
     claimed,
     format_cpus,
@@ -15,14 +16,23 @@ from sipipe.engine.setup.memory_budget import check_budget, describe, memory_bud
 from sipipe.engine.setup.record import Setup
 
 
+def _asked(setup: Setup) -> list[str]:
+    """Settings by which SiPipe runs what vLLM's own executor otherwise would."""
+    return asked_of_sipipe(setup.vllm_config.additional_config)
+
+
 def describe_setup(setup: Setup) -> list[str]:
     """What this host does, for its user. Raises ResourceError: too little shared memory."""
     budget = memory_budget(setup)
     check_budget(budget)
     notes = [f"vLLM's sampler draws on the last stage: {setup.reason}"] if setup.reason else []
     if not current_platform.is_cpu():
-        slower = "SiPipe has run on one GPU only, where stock vLLM was quicker with one stage"
-        notes.append(f"{slower} (docs/gpu.md)")
+        notes.append("SiPipe has run on one GPU only (docs/gpu.md)")
+        if setup.stages == 1:
+            asked = " and ".join(f'"{name}"' for name in _asked(setup))
+            why = f"as {asked} asks" if asked else "as nothing else can"
+            quicker = "vLLM's own executor was quicker with one stage (docs/one-stage.md)"
+            notes.append(f"one stage on a GPU is run by SiPipe, {why}: {quicker}")
     elif setup.dtype != "float32" and cpu_features.slow():
         notes.append(f"{setup.dtype}: {cpu_features.HINT}")
     if current_platform.is_cpu() and spans_nodes(setup.cores):

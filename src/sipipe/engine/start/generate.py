@@ -20,9 +20,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.start.arguments import engine_args, parse_engine_args
+from sipipe.engine.start.aside import STEPS_ASIDE, leave_sipipe_out, steps_aside
 from sipipe.engine.start.launch import announce
 from sipipe.engine.start.plugin import checked, engine_config
-from sipipe.errors import ConfigError, EngineDiedError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.ipc.sockets import own_sockets
 
 Event = Literal["begin", "text", "end"]
@@ -55,7 +56,14 @@ def generate(
     at a completion's begin, each piece of its text, and its end. Returns whether all finished."""
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
-    vllm_config = engine_config(engine_args(args))
+    made = engine_args(args)
+    aside = steps_aside(made)
+    if aside:
+        leave_sipipe_out(args)
+        made = engine_args(args)
+        vllm_config = checked(made.create_engine_config, made.model)
+    else:
+        vllm_config = engine_config(made)
     params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
     if chat:
         tokenizer: Any = cached_tokenizer_from_config(vllm_config.model_config)
@@ -64,7 +72,10 @@ def generate(
             texts = [said([{"role": "user", "content": text}]) for text in texts]
         except Exception as error:  # whatever a template and its tokenizer raise
             raise ConfigError(f"generate: --chat: {' '.join(str(error).split())}") from None
-    announce(decide(vllm_config))
+    if aside:
+        tell(STEPS_ASIDE)
+    else:
+        announce(decide(vllm_config))
     with own_sockets():
         return asyncio.run(_run(engine_args(args), texts, params, chat, show))
 
@@ -78,7 +89,7 @@ async def _run(
 ) -> bool:
     try:
         engine = AsyncLLM.from_engine_args(arguments)
-    except EngineDiedError as error:
+    except RuntimeError as error:  # EngineDiedError, and vLLM's own where SiPipe steps aside
         raise SiPipeError(f"generate: {error}") from None
     tasks: list[asyncio.Task[None]] = []
     try:

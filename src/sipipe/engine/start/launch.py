@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.record import Setup
 from sipipe.engine.start import plugin
 from sipipe.engine.start.arguments import OneLineParser, begin, engine_args, use_sipipe
+from sipipe.engine.start.aside import STEPS_ASIDE, leave_sipipe_out, steps_aside
 from sipipe.engine.start.plugin import checked, engine_config
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, tell
 from sipipe.ipc.sockets import free_path
 from sipipe.ipc.tcp import check_port
 
@@ -59,15 +61,16 @@ def serve(
     checked(partial(command.validate, args))
     if not (args.tool_parser_plugin or args.reasoning_parser_plugin):  # which add to what there is
         checked(partial(validate_api_server_args, args))
-    vllm_config = engine_config(engine_args(args), usage_context=UsageContext.OPENAI_API_SERVER)
+    made = engine_args(args)
+    if not by_ray and steps_aside(made):
+        return _serve_by_vllm(args, command, made.model, started)
+    vllm_config = engine_config(made, usage_context=UsageContext.OPENAI_API_SERVER)
     if by_ray:
         placement = place(vllm_config)
         args.additional_config = vllm_config.additional_config
     setup = decide(vllm_config, node)
-    if not (node or args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
-        check_port(args.host or "", args.port, "choose another --port")
-    if args.uds and not node:
-        free_path(args.uds)
+    if not node:
+        _check_address(args)
     announce(setup)
     if node:
         return run_agent(setup, met=partial(started, args))
@@ -78,6 +81,28 @@ def serve(
     started(args)
     command.cmd(args)
     return 0
+
+
+def _serve_by_vllm(
+    args: Any, command: Any, model: str, started: Callable[[argparse.Namespace], object]
+) -> int:
+    """vLLM's server with its own executor, and with the arguments that stock vLLM has."""
+    leave_sipipe_out(args)
+    # What vLLM refuses is one line here. It writes into what its arguments hold: a copy is checked.
+    checked(engine_args(deepcopy(args)).create_engine_config, model)
+    _check_address(args)
+    tell(STEPS_ASIDE)
+    started(args)
+    command.cmd(args)
+    return 0
+
+
+def _check_address(args: Any) -> None:
+    """Refuse a port that is taken, and take away a socket's file that nobody listens on."""
+    if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
+        check_port(args.host or "", args.port, "choose another --port")
+    if args.uds:
+        free_path(args.uds)
 
 
 def announce(setup: Setup) -> None:

@@ -37,6 +37,7 @@ def register() -> None:
 
     from sipipe.engine.children.forking import fork_of_vllms
     from sipipe.engine.setup.checkpoint import check_model, check_path
+    from sipipe.engine.start.aside import STEPS_ASIDE, leave_sipipe_out, steps_aside
     from sipipe.engine.start.late_values import check_environment, check_server
 
     create = arg_utils.EngineArgs.create_engine_config
@@ -47,6 +48,11 @@ def register() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _one_line():
             if not _asks_for_us(self.distributed_executor_backend):
+                return create(self, *args, **kwargs)
+            if steps_aside(self):
+                if current_process().name == "MainProcess":  # API servers make it again
+                    getLogger("vllm.sipipe").info("SiPipe: %s", STEPS_ASIDE)
+                leave_sipipe_out(self)
                 return create(self, *args, **kwargs)
             if _is_vllms_command() and sys.argv[1:2] == ["serve"]:
                 fork_of_vllms()

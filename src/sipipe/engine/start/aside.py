@@ -1,0 +1,81 @@
+"""Which engines that name SiPipe's executor vLLM's own runs: those of one stage on a GPU.
+
+With one stage there is no pipeline to fill. vLLM has all sequences in one batch, whose tokens stay on
+the GPU; SiPipe has two microbatches there, each of which reads all weights, and tokens that come back
+by the host (docs/gpu.md). So SiPipe steps aside, unless it is asked for something that only it has.
+What the user then has is stock vLLM, without a process, a hook or an argument of SiPipe's.
+
+Who runs here: whoever makes a configuration of vLLM, before it is made; API servers make it again,
+and must come to the same answer.
+
+Rejected: to measure both ways at start, because that loads a model twice. Rejected: to step aside by
+degrees on CPUs too, because one stage is quicker than stock's there (docs/benchmarks.md).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.ray.lazy_utils import is_in_ray_actor
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from sipipe.config import SETTING_FOR_ONE_STAGE, asked_of_sipipe
+
+STEPS_ASIDE = (
+    "one stage on a GPU: vLLM's own executor runs it, which is quicker (docs/one-stage.md); "
+    f"{SETTING_FOR_ONE_STAGE} has SiPipe run it"
+)
+
+
+def steps_aside(engine_args: Any) -> bool:
+    """Say if vLLM's own executor is to run the engine of these ``EngineArgs``, which name SiPipe's.
+    Raises ConfigError: SiPipe's settings among them are wrong."""
+    asked = asked_of_sipipe(engine_args.additional_config)
+    return (
+        not current_platform.is_cpu()
+        and engine_args.pipeline_parallel_size == 1
+        and not asked
+        and not _drafts_by_sipipe(engine_args)
+        and not _scheduler_of_sipipe(engine_args.scheduler_cls)
+        and not _placed_by_ray()
+    )
+
+
+def leave_sipipe_out(args: Any) -> None:
+    """Make ``args``, parsed ones or ``EngineArgs``, those of stock vLLM: no executor is named, and
+    SiPipe's settings, which are a part of the names of compiled models, are gone."""
+    args.distributed_executor_backend = None
+    if isinstance(args.additional_config, Mapping):
+        others = {key: it for key, it in args.additional_config.items() if key != "sipipe"}
+        args.additional_config = others
+
+
+def _drafts_by_sipipe(engine_args: Any) -> bool:
+    """Say if drafts are asked for, and nobody has said how many a request has: SiPipe decides that by
+    itself, vLLM refuses (:func:`sipipe.engine.scheduling.speculation.fill_in`)."""
+    config = engine_args.speculative_config or {}
+    method = config.get("method") or engine_args.spec_method
+    model = config.get("model") or engine_args.spec_model
+    count = config.get("num_speculative_tokens") or engine_args.spec_tokens
+    asked = bool(config or method or model)
+    return asked and count is None and (method or model or "ngram").strip("[]") == "ngram"
+
+
+def _scheduler_of_sipipe(named: Any) -> bool:
+    """Say if a ``--scheduler-cls`` is made of SiPipe's, which its executor alone can serve."""
+    if isinstance(named, str):
+        try:
+            named = resolve_obj_by_qualname(named)
+        except (ImportError, AttributeError, ValueError):
+            return False  # vLLM says so
+    return any(it.__module__.startswith("sipipe.") for it in getattr(named, "__mro__", ()))
+
+
+def _placed_by_ray() -> bool:
+    """Say if this process is in a placement group of Ray, whose bundles have the GPU that vLLM's own
+    executor of one worker would look for here."""
+    if not is_in_ray_actor():
+        return False
+    import ray
+
+    return ray.util.get_current_placement_group() is not None
