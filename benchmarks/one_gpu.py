@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import of_the_checkout, report
-from sipipe.cli.bench import server_job
+from sipipe.cli.bench_rows import server_job
 from sipipe.cli.gpu_check import TABLE
 from sipipe.tools import load
 from sipipe.tools.child import answer, measured

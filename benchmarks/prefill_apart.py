@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.harness import BUILD, of_the_checkout, report
 from benchmarks.one_gpu import _server
-from sipipe.cli.bench import server_job
+from sipipe.cli.bench_rows import server_job
 from sipipe.errors import SiPipeError
 from sipipe.tools import load
 from sipipe.tools.child import answer, measured

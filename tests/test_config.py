@@ -6,7 +6,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from sipipe.config import CorePlacement, MicrobatchSettings, SiPipeConfig
+from sipipe.config import (
+    ONLY_SIPIPE_HAS,
+    CorePlacement,
+    MicrobatchSettings,
+    SiPipeConfig,
+    asked_of_sipipe,
+)
 from sipipe.errors import ConfigError, SiPipeError
 
 
@@ -160,3 +166,19 @@ def test_text_that_is_none_is_refused_in_one_line(settings):
         parse(**settings)
     assert str(caught.value).isascii()
     assert "\n" not in str(caught.value)
+
+
+SAY_NOTHING_OF_ONE_STAGE = {"kv_loss", "transport", "trace_limit"}
+"""Nothing is cut between stages, no link joins them, and a limit alone records no trace."""
+
+
+def test_each_setting_is_heeded_by_sipipe_alone_or_says_nothing_of_one_stage():
+    assert not ONLY_SIPIPE_HAS & SAY_NOTHING_OF_ONE_STAGE
+    assert set(SiPipeConfig.__struct_fields__) == ONLY_SIPIPE_HAS | SAY_NOTHING_OF_ONE_STAGE
+
+
+def test_settings_that_are_given_are_named_in_their_order():
+    given = {"trace": None, "trace_limit": 9, "samplers": "auto", "inflight": 3}
+    assert asked_of_sipipe({"sipipe": given}) == ["samplers", "inflight"]
+    for nothing in (None, {}, {"sipipe": None}, {"other": {"samplers": 1}}):
+        assert asked_of_sipipe(nothing) == []

@@ -303,8 +303,11 @@ ONLY_SIPIPE_HAS = frozenset(
 model, also where it steps aside otherwise (:mod:`sipipe.engine.start.aside`). The others say nothing
 of one stage: it has no links, nothing is cut, and a trace's limit is none of a trace."""
 
-SETTING_FOR_ONE_STAGE = '"samplers": "auto" in the sipipe config (sipipe serve --samplers auto)'
-"""The shortest of them, for messages: it changes nothing else."""
+STEPS_ASIDE = (
+    "one stage on a GPU: vLLM's own executor runs it, which is quicker (docs/one-stage.md); "
+    '"samplers": "auto" in the sipipe config (sipipe serve --samplers auto) has SiPipe run it'
+)
+"""The line that says so. The setting changes nothing but who runs the model."""
 
 
 def asked_of_sipipe(additional_config: object) -> list[str]:

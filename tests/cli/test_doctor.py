@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from sipipe.cli import advice, doctor, main
+from sipipe.config import STEPS_ASIDE
 from sipipe.cores import Core
 from sipipe.versions import InstalledVllm
 
@@ -114,6 +115,21 @@ def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch, line):
     _, found = report(capsys)
     assert "sipipe plan MODEL --gpu NAME" in found["best degrees"]["text"]
     assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 2"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_stage_on_a_gpu_is_said_to_be_vllms_and_nothing_of_sipipes_processes(
+    capsys, vllm, monkeypatch, stages
+):
+    vllm(InstalledVllm("vllm", "0.32.0"))
+    monkeypatch.setattr(doctor, "gpus_here", lambda: ["NVIDIA H200, 143771 MiB, 570.1"] * 2)
+    status, found = report(capsys, "--pp", str(stages))
+    assert status == 0
+    own = {"core plan", "pipeline"} & found.keys()
+    if stages == 1:
+        assert (found["who runs it"]["text"], own) == (STEPS_ASIDE, set())
+    else:
+        assert ("who runs it" in found, len(own)) == (False, 2)
 
 
 @pytest.mark.parametrize(

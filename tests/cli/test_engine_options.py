@@ -9,8 +9,9 @@ import tempfile
 import psutil
 import pytest
 
-from sipipe.cli import advice, bench, generate, serve
+from sipipe.cli import advice, bench, bench_rows, generate, serve
 from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.config import STEPS_ASIDE
 from sipipe.cores import Core
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
@@ -159,7 +160,7 @@ def started(monkeypatch):
 
 def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch, capsys):
     cores = [Core((cpu, cpu + 8)) for cpu in range(8)]
-    monkeypatch.setattr(bench, "this_machine", lambda: cores)
+    monkeypatch.setattr(bench_rows, "this_machine", lambda: cores)
     argv = ["m", "-pp", "2", "--layers", "7,1", "--samplers", "2", "--max-model-len", "99"]
     argv += ["--row", "traced=stock --pp 4 --worker-cls 'a b'", "--row", "one=--samplers 1"]
     argv += ["--rate", "2,8", "--goodput", "ttft:500,tpot:50"]
@@ -208,6 +209,26 @@ def test_bench_takes_degrees_in_every_form_that_vllm_does(started, stages, ranks
         words = told[name].split()
         assert words[words.index("serve") + 1 :][:5] == ["m", "-pp", str(p), "-tp", str(t)]
         assert "parallel" not in told[name]
+
+
+@pytest.mark.parametrize(
+    ("more", "rows"),
+    [
+        (["--pp", "1"], ["sipipe", "stock"]),
+        (["--pp", "2"], ["sipipe", "stock", "stock-tp", "stock-one"]),
+        (["--pp", "2", "--samplers", "2"], None),
+        (["--pp", "2", "--additional-config", '{"sipipe": {"inflight": 3}}'], None),
+    ],
+)
+def test_on_gpus_bench_says_that_one_stage_is_left_to_vllm(
+    started, monkeypatch, capsys, more, rows
+):
+    """Unless SiPipe is asked for: the row is not stock's once more, which would be measured twice."""
+    monkeypatch.setattr(bench_rows, "installed_vllm", lambda: InstalledVllm("vllm", "0.32.0"))
+    bench.main(["m", *more, "--engines", "1"])
+    every = ["sipipe", "stock", "stock-tp", "stock-one", "sipipe-one"]
+    assert [name for name, _ in started] == (rows or every)
+    assert capsys.readouterr().err.count(STEPS_ASIDE) == (rows is not None)
 
 
 def test_degrees_of_bench_may_stand_before_the_model_and_need_a_number(started):

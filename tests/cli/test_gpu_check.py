@@ -15,7 +15,7 @@ from sipipe.errors import SiPipeError  # noqa: E402
 from sipipe.tools.load import SAMPLING, Job  # noqa: E402
 
 SERVERS = {name: step for name, step in gpu_check.STEPS.items() if "load" in step}
-KEYS = {"gpus", "load", "row", "pp", "tp", "draw", "like", "trace"}
+KEYS = {"gpus", "load", "row", "pp", "tp", "draw", "plain", "like", "trace"}
 
 
 def check(tmp_path, steps, *more):
@@ -79,7 +79,8 @@ def test_every_server_can_be_started(name, gpus):
     assert (p, t) == (step.get("pp", own.pp), step.get("tp", own.tp))
     if not stock:
         settings = json.loads(words["--additional-config"])["sipipe"]
-        assert settings["cpu_sampling"] == step.get("draw", "auto")
+        asked = step.get("draw", "auto")
+        assert settings == {} if "plain" in step else settings["cpu_sampling"] == asked
         assert ("devices" in settings) is (0 < gpus < p * t)
         assert ("--trace" in words) is ("trace" in step)
     assert ("VLLM_GPU_SYNC_CHECK" in job.env) is ("like" in step)

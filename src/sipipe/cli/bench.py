@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -13,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sipipe.cli.bench_rows import config_of, rows_of
 from sipipe.cli.bench_tables import STOCK, show, table
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
-from sipipe.config import SiPipeConfig
-from sipipe.cores import degrees, equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.tools.child import TIMEOUT, measured
 from sipipe.tools.load import SAMPLING
@@ -27,6 +25,7 @@ from sipipe.versions import require_vllm
 EPILOG = """\
 Rows (--rows, a list): sipipe, stock (the same stages), stock-tp (the same devices, tensor parallel),
 stock-one and sipipe-one (one stage with all cores, or one GPU), stock-cut (stock with --layers).
+On GPUs SiPipe leaves one stage to stock vLLM: a sipipe-one of its own needs --samplers or the like.
 Every other option is vLLM's, and given to each server that is started, but --speculative-config
 to no stock with stages. Servers are started in turn, forwards and then backwards, one at a time.
 
@@ -50,7 +49,7 @@ LONGEST = 200_000.0
 def main(argv: Sequence[str]) -> int:
     """0: every row was measured. 1: some failed."""
     own, settings, rest = parse_engine_command(_parser(), argv)
-    jobs = _rows(own, settings, rest)
+    jobs = rows_of(own, settings, rest)
     _check(own, rest, jobs)
     require_vllm()
     load = _load(own, rest)
@@ -174,100 +173,6 @@ def _portable(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, "command": ["python" if w == sys.executable else w for w in job["command"]]}
 
 
-def _rows(
-    own: argparse.Namespace, settings: Mapping[str, Any], rest: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """What is started for each row, by its name: entries of :class:`sipipe.tools.load.Job`. Raises
-    ConfigError: no model, an unknown row."""
-    asked, words = _degrees_parser().parse_known_args(rest)
-    p, t = asked.pp, asked.tp
-    every = [*words, "-pp", str(p), "-tp", str(t)]
-    cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
-    parts = [k for k, v in settings.items() if k == "layers" or (k == "cores" and v != "off")]
-    of_one = {k: v for k, v in settings.items() if p == 1 or k not in parts}
-    rows = {
-        "sipipe": _options(settings),
-        "stock": ["stock"],
-        "stock-tp": ["stock", "-pp", "1", "-tp", str(p * t)],
-        "stock-one": ["stock", "-pp", "1", "-tp", "1"],
-        "sipipe-one": ["-pp", "1", "-tp", "1", *_options(of_one)],
-        "stock-cut": ["stock", "--layers", cut],
-    }
-    if own.rows is None:
-        names = ["sipipe", "stock"]
-        names += ["stock-tp"] * (p > 1) + ["stock-one", "sipipe-one"] * (p * t > 1)
-        names += ["stock-cut"] * bool(cut)
-    else:
-        names = [name for name in own.rows.split(",") if name]
-    if (wrong := next((name for name in names if name not in rows), None)) is not None:
-        raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
-    if "stock-cut" in names and not cut:
-        raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
-    if not words or words[0].startswith("-"):
-        raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    found = [(name, server_job(every, rows[name])) for name in names]
-    for pair in own.row:
-        name, _, text = pair.partition("=")
-        try:
-            options = shlex.split(text)
-        except ValueError as error:
-            raise ConfigError(f"bench: --row '{pair}': {error}") from None
-        if not name or "=" not in pair:
-            raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
-        found.append((name, server_job(every, options)))
-    for pair in own.url:
-        name, _, url = pair.partition("=")
-        if not url.startswith("http"):
-            raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
-        found.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
-    if not found:
-        raise ConfigError(f'bench: --rows "{own.rows}" names no row')
-    for name, times in Counter(name for name, _ in found).items():
-        if times > 1:
-            raise ConfigError(f'bench: two rows are named "{name}"')
-    return {name: job | {"model": words[0]} for name, job in found}
-
-
-def _degrees_parser() -> argparse.ArgumentParser:
-    """Stages and ranks, by any of their names."""
-    parser, count = make_parser("bench", "", add_help=False), at_least(1, int)
-    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=count, default=1)
-    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, default=1)
-    return parser
-
-
-def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """A server of ``words`` and a row's options, whose degrees stand in the place of theirs."""
-    stock = options[:1] == ["stock"]
-    parser = _degrees_parser()
-    if stock:
-        parser.add_argument("--layers", type=counts)
-        parser.add_argument("--speculative-config", "-sc", dest="drafts")
-    own, command = parser.parse_known_args([*words, *options[stock:]])  # the last one holds
-    command += ["-pp", str(own.pp), "-tp", str(own.tp)]
-    if not any(word.endswith("enable-prefix-caching") for word in command):
-        command += ["--no-enable-prefix-caching"]  # of a trace all loads have the same prompts
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    if stock:
-        drafts = ["--speculative-config", own.drafts] if own.drafts and own.pp == 1 else []
-        command = [*STOCK, *command, *drafts]
-        workers = math.prod(degrees(command) or (own.pp, own.tp))
-        env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), workers)
-        if own.layers:
-            env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
-    else:
-        command = [sys.executable, "-P", "-m", "sipipe", "serve", *command]
-    env = {key: os.environ.get(key, value) for key, value in env.items()}
-    return {"command": command, "env": env, "url": ""}
-
-
-def _options(settings: Mapping[str, Any]) -> list[str]:
-    """Checked settings as options of ``sipipe serve`` once more."""
-    told = partial(json.dumps, separators=(",", ":"))
-    texts = ((k, v if isinstance(v, str) else told(v).strip("[]")) for k, v in settings.items())
-    return [f"--{name.replace('_', '-')}={text}" for name, text in texts]
-
-
 def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """What is sent to each server: the other entries of :class:`sipipe.tools.load.Job`."""
     if own.trace_file:
@@ -279,7 +184,7 @@ def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         how += ["--random-output-len", str(own.tokens)]
     if own.goodput:
         how += ["--goodput", *own.goodput]
-    _, given = _config(rest)
+    _, given = config_of(rest)
     how += ["--tokenizer", given.tokenizer] if given.tokenizer else []
     how += ["--trust-remote-code"] * given.trust_remote_code
     several = len(own.prompt_tokens) > 1 and not own.trace_file and not own.sharegpt
@@ -354,7 +259,7 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
         raise ConfigError("bench: --rate: --trace-file has the arrivals, leave one of them out")
     if any(word.split("=")[0] in ("--nnodes", "-n") for word in rest):
         raise ConfigError("bench: --nnodes: several hosts by Ray alone (docs/multi-host.md)")
-    devices = _config(rest)[0].devices or ()
+    devices = config_of(rest)[0].devices or ()
     if len(set(devices)) < len(devices) and not own.shared_devices:
         raise ConfigError(
             f'"devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
@@ -362,7 +267,7 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
         )
     writers: Counter[str] = Counter()
     for job in jobs.values():
-        config, given = _config(job["command"])
+        config, given = config_of(job["command"])
         if (trace := given.trace or config.trace) and job["command"][: len(STOCK)] != STOCK:
             writers[trace] += own.engines
     for trace, engines in writers.items():
@@ -371,18 +276,3 @@ def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]
                 f"bench: {engines} engines would write the trace {trace}: --engines 1 starts each "
                 'row once, and --row "NAME=--trace DIR" gives a row its own'
             )
-
-
-def _config(words: Sequence[str]) -> tuple[SiPipeConfig, argparse.Namespace]:
-    """What a command line gives as ``--additional-config``, and as options that matter here."""
-    parser = make_parser("bench", "", add_help=False)
-    parser.add_argument("--additional-config", default="{}")
-    parser.add_argument("--trace")
-    parser.add_argument("--tokenizer")
-    parser.add_argument("--trust-remote-code", action="store_true")
-    found, _ = parser.parse_known_args(words)
-    try:
-        additional = json.loads(found.additional_config)
-    except ValueError as error:
-        raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
-    return SiPipeConfig.from_additional_config(additional), found

@@ -25,7 +25,7 @@ from sipipe import cpu_features
 from sipipe._version import __version__
 from sipipe.cli.advice import best_degrees, gpus_here, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
-from sipipe.config import SiPipeConfig
+from sipipe.config import STEPS_ASIDE, SiPipeConfig
 from sipipe.cores import cpus_of, format_cpus, plan_cores, quota, this_machine
 from sipipe.ipc.memory import free_bytes
 from sipipe.linux import pidfd_open
@@ -180,20 +180,26 @@ def _what_sipipe_does(
         if quicker := quicker_on_cpus(facts, stages, ranks):
             text = f"{facts.name}: {quicker} (computed from its parts, measured now)"
             yield Finding("other degrees", "ok", text)
+    aside = device == "cuda" and stages == 1
+    if aside:  # the rest is of SiPipe's own processes
+        yield Finding("who runs it", "ok", STEPS_ASIDE)
     plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
-    first, second = plan.describe()
-    note = " (too few cores to overlap everything)" if plan.shared else ""
-    yield Finding("core plan", "ok", first.removeprefix("core plan: ") + note)
-    yield Finding("", "ok", second.strip().removesuffix(" (shared: fewer cores than processes)"))
+    if not aside:
+        first, second = plan.describe()
+        note = " (too few cores to overlap everything)" if plan.shared else ""
+        yield Finding("core plan", "ok", first.removeprefix("core plan: ") + note)
+        samplers = second.strip().removesuffix(" (shared: fewer cores than processes)")
+        yield Finding("", "ok", samplers)
     if device == "cpu":
         yield Finding("binding", "ok", f'VLLM_CPU_OMP_THREADS_BIND="{plan.omp_threads_bind()}"')
     elif len(gpus) < stages * ranks:
         missing = f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         yield Finding("GPUs", "error", missing)
-    config = SiPipeConfig()
-    most = config.resolved_inflight(stages)
-    transport = "shm" if device == "cpu" else "cuda_ipc (untested between GPUs)"
-    yield Finding("pipeline", "ok", f"up to {most} microbatches in flight, transport {transport}")
+    if not aside:
+        most = SiPipeConfig().resolved_inflight(stages)
+        transport = "shm" if device == "cpu" else "cuda_ipc (untested between GPUs)"
+        text = f"up to {most} microbatches in flight, transport {transport}"
+        yield Finding("pipeline", "ok", text)
     yield Finding("start with", "ok", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
 
 

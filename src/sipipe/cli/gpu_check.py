@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sipipe.cli.bench import server_job
+from sipipe.cli.bench_rows import server_job
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
@@ -133,7 +133,9 @@ def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> di
     """A :class:`sipipe.tools.load.Job`."""
     load, row = TABLE["load"][step["load"]], shlex.split(step["row"])
     p, t = step.get("pp", own.pp), step.get("tp", own.tp)
-    settings: dict[str, Any] = {"cpu_sampling": step.get("draw", "auto")}
+    settings: dict[str, Any] = {}
+    if not step.get("plain"):
+        settings["cpu_sampling"] = step.get("draw", "auto")
     if 0 < gpus < p * t:
         settings["devices"] = [0] * p
         row += ["--gpu-memory-utilization", "0.4"]

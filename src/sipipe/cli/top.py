@@ -59,7 +59,8 @@ def _open(pid: int | None) -> Poll:
     if not (pages := find(pid=pid)):
         where = "" if pid is None else f" under process {pid}"
         raise ResourceError(
-            f"no running SiPipe server of this user found{where}; start one with sipipe serve"
+            f"no running SiPipe server of this user found{where}; start one with sipipe serve (with "
+            "one stage on a GPU vLLM's own executor runs it, without figures: docs/one-stage.md)"
         )
     if len(pages) > 1:
         found = ", ".join(f"{p.header.pid} ({p.header.model or 'model unknown'})" for p in pages)

@@ -29,7 +29,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from sipipe.config import ONLY_SIPIPE_HAS, SiPipeConfig
+from sipipe.config import ONLY_SIPIPE_HAS, STEPS_ASIDE, SiPipeConfig
 from sipipe.engine.executor import Executor
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.setup.vllm_config import PipelineVllmConfig
@@ -185,7 +185,7 @@ def test_vllms_configuration_is_stocks_own(on_gpu, model, heard, backend):
         name: str(getattr(stock, name)) for name in names
     }
     assert given == {"trace_limit": 64}, "what the user has is left alone"
-    assert heard == [f"SiPipe: {aside.STEPS_ASIDE}"]
+    assert heard == [f"SiPipe: {STEPS_ASIDE}"]
 
     args = EngineArgs(
         model=model,
@@ -215,7 +215,7 @@ def test_sipipe_serve_gives_vllm_the_arguments_of_stocks_own_command(
     of_stock = {name: str(value) for name, value in vars(stock).items()}
     assert {name: str(value) for name, value in vars(ours).items()} == of_stock
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sipipe: ")]
-    assert said == [f"sipipe: {aside.STEPS_ASIDE}"]
+    assert said == [f"sipipe: {STEPS_ASIDE}"]
 
 
 @on_cpus
@@ -327,21 +327,17 @@ def test_generate_completes_by_vllms_own_executor(gpu_plugin, model):
     assert done.returncode == 0, done.stderr[-4000:]
     assert '"finish_reason": "length"' in done.stdout
     said = [line for line in done.stderr.splitlines() if line.startswith("sipipe: ")]
-    assert said == [f"sipipe: {aside.STEPS_ASIDE}"]
+    assert said == [f"sipipe: {STEPS_ASIDE}"]
 
 
 @on_cpus
 @pytest.mark.engine
 @pytest.mark.ci
 @pytest.mark.parametrize("module", ["sipipe", "vllm.entrypoints.cli.main"])
-def test_servers_are_vllms_and_end_with_all_they_have_started(
-    gpu_plugin, model, tmp_path, module
-):
+def test_servers_are_vllms_and_end_with_all_they_have_started(gpu_plugin, model, tmp_path, module):
     named = [] if module == "sipipe" else ["--distributed-executor-backend", "sipipe.Executor"]
     log = Path(tmp_path / "log")
-    with Server(
-        model, log, *WORDS, *named, "-pp", "1", module=module, more=gpu_plugin
-    ) as server:
+    with Server(model, log, *WORDS, *named, "-pp", "1", module=module, more=gpu_plugin) as server:
         everybody = server.everybody()
         commands = [" ".join(process.cmdline()) for process in everybody]
         assert not any(map(is_sipipes, commands)), commands

@@ -30,7 +30,7 @@ from sipipe import cpu_features
 from sipipe.cli import main
 from sipipe.cores import Core, CorePlan, cpus_of, this_machine
 from sipipe.engine.executor import Executor
-from sipipe.engine.setup import checkpoint, kv_memory
+from sipipe.engine.setup import checkpoint, describe, kv_memory
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
 from sipipe.engine.setup.memory_budget import memory_budget
@@ -120,6 +120,22 @@ def test_a_cpu_without_instructions_for_bfloat16_is_named(model, monkeypatch, sl
         lines = describe_setup(decide(config_of(model, "--dtype", dtype, "--max-model-len", "256")))
         named = [line for line in lines if cpu_features.HINT in line]
         assert named == ([f"bfloat16: {cpu_features.HINT}"] if slow and dtype == "bfloat16" else [])
+
+
+@on_cpus
+def test_one_stage_that_sipipe_runs_on_a_gpu_is_said_to_be_and_by_which_setting(model, monkeypatch):
+    short = ("--max-model-len", "256")
+    for stages, settings, said in (
+        (1, {"samplers": 1, "trace_limit": 64}, 'by SiPipe, as "samplers" asks: '),
+        (1, {}, "by SiPipe, as nothing else can: "),
+        (2, {"samplers": 1}, ""),
+    ):
+        decided = decide(config_of(model, *short, "-pp", str(stages), **settings))
+        with monkeypatch.context() as gpu:
+            gpu.setattr(describe, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+            found = [line for line in describe_setup(decided) if "one stage on a GPU" in line]
+        assert len(found) == bool(said)
+        assert all(said in line for line in found)
 
 
 @on_cpus

@@ -19,12 +19,7 @@ from vllm.platforms import current_platform
 from vllm.ray.lazy_utils import is_in_ray_actor
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from sipipe.config import SETTING_FOR_ONE_STAGE, asked_of_sipipe
-
-STEPS_ASIDE = (
-    "one stage on a GPU: vLLM's own executor runs it, which is quicker (docs/one-stage.md); "
-    f"{SETTING_FOR_ONE_STAGE} has SiPipe run it"
-)
+from sipipe.config import asked_of_sipipe
 
 
 def steps_aside(engine_args: Any) -> bool:

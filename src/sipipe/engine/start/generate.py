@@ -18,9 +18,10 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from sipipe.config import STEPS_ASIDE
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.start.arguments import engine_args, parse_engine_args
-from sipipe.engine.start.aside import STEPS_ASIDE, leave_sipipe_out, steps_aside
+from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
 from sipipe.engine.start.launch import announce
 from sipipe.engine.start.plugin import checked, engine_config
 from sipipe.errors import ConfigError, SiPipeError, tell

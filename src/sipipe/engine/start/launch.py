@@ -15,13 +15,14 @@ from vllm import envs
 from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 
+from sipipe.config import STEPS_ASIDE
 from sipipe.engine.hosts.agent import run_agent
 from sipipe.engine.hosts.ray_placement import place
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.record import Setup
 from sipipe.engine.start import plugin
 from sipipe.engine.start.arguments import OneLineParser, begin, engine_args, use_sipipe
-from sipipe.engine.start.aside import STEPS_ASIDE, leave_sipipe_out, steps_aside
+from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
 from sipipe.engine.start.plugin import checked, engine_config
 from sipipe.errors import ConfigError, tell
 from sipipe.ipc.sockets import free_path

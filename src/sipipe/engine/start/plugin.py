@@ -35,9 +35,10 @@ def register() -> None:
     from huggingface_hub import constants
     from vllm.engine import arg_utils
 
+    from sipipe.config import STEPS_ASIDE
     from sipipe.engine.children.forking import fork_of_vllms
     from sipipe.engine.setup.checkpoint import check_model, check_path
-    from sipipe.engine.start.aside import STEPS_ASIDE, leave_sipipe_out, steps_aside
+    from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
     from sipipe.engine.start.late_values import check_environment, check_server
 
     create = arg_utils.EngineArgs.create_engine_config

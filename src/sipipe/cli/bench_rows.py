@@ -1,0 +1,141 @@
+"""The rows of ``sipipe bench``: which servers are started, each as it would best be set up."""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sipipe.cli.bench_tables import STOCK
+from sipipe.cli.parser import at_least, counts, make_parser
+from sipipe.config import STEPS_ASIDE, SiPipeConfig, asked_of_sipipe
+from sipipe.cores import degrees, equal_shares, this_machine
+from sipipe.errors import ConfigError, tell
+from sipipe.versions import installed_vllm
+
+
+def rows_of(
+    own: argparse.Namespace, settings: Mapping[str, Any], rest: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """What is started for each row, by its name: entries of :class:`sipipe.tools.load.Job`. Raises
+    ConfigError: no model, an unknown row."""
+    asked, words = _degrees_parser().parse_known_args(rest)
+    p, t = asked.pp, asked.tp
+    every = [*words, "-pp", str(p), "-tp", str(t)]
+    cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
+    parts = [k for k, v in settings.items() if k == "layers" or (k == "cores" and v != "off")]
+    of_one = {k: v for k, v in settings.items() if p == 1 or k not in parts}
+    rows = {
+        "sipipe": _options(settings),
+        "stock": ["stock"],
+        "stock-tp": ["stock", "-pp", "1", "-tp", str(p * t)],
+        "stock-one": ["stock", "-pp", "1", "-tp", "1"],
+        "sipipe-one": ["-pp", "1", "-tp", "1", *_options(of_one)],
+        "stock-cut": ["stock", "--layers", cut],
+    }
+    aside = _steps_aside(of_one, words)
+    if own.rows is None:
+        names = ["sipipe", "stock"]
+        names += ["stock-tp"] * (p > 1)
+        names += ["stock-one", *["sipipe-one"] * (not aside)] * (p * t > 1)
+        names += ["stock-cut"] * bool(cut)
+    else:
+        names = [name for name in own.rows.split(",") if name]
+    if (wrong := next((name for name in names if name not in rows), None)) is not None:
+        raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
+    of_one_stage = {"sipipe-one", *["sipipe"] * (p == 1)}
+    if aside and (own.rows is None or of_one_stage & {*names}):
+        tell(f"bench: rows {' and '.join(sorted(of_one_stage))} are stock vLLM: {STEPS_ASIDE}")
+    if "stock-cut" in names and not cut:
+        raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
+    if not words or words[0].startswith("-"):
+        raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
+    found = [(name, server_job(every, rows[name])) for name in names]
+    for pair in own.row:
+        name, _, text = pair.partition("=")
+        try:
+            options = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"bench: --row '{pair}': {error}") from None
+        if not name or "=" not in pair:
+            raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
+        found.append((name, server_job(every, options)))
+    for pair in own.url:
+        name, _, url = pair.partition("=")
+        if not url.startswith("http"):
+            raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
+        found.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
+    if not found:
+        raise ConfigError(f'bench: --rows "{own.rows}" names no row')
+    for name, times in Counter(name for name, _ in found).items():
+        if times > 1:
+            raise ConfigError(f'bench: two rows are named "{name}"')
+    return {name: job | {"model": words[0]} for name, job in found}
+
+
+def _steps_aside(settings: Mapping[str, Any], words: Sequence[str]) -> bool:
+    """Say if vLLM's own executor runs SiPipe's rows of one stage: on GPUs, unless SiPipe is asked."""
+    vllm = installed_vllm()
+    given = json.loads(config_of(words)[1].additional_config)
+    asked = [*asked_of_sipipe({"sipipe": settings}), *asked_of_sipipe(given)]
+    return vllm is not None and vllm.device != "cpu" and not asked
+
+
+def _degrees_parser() -> argparse.ArgumentParser:
+    """Stages and ranks, by any of their names."""
+    parser, count = make_parser("bench", "", add_help=False), at_least(1, int)
+    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=count, default=1)
+    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, default=1)
+    return parser
+
+
+def server_job(words: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """A server of ``words`` and a row's options, whose degrees stand in the place of theirs."""
+    stock = options[:1] == ["stock"]
+    parser = _degrees_parser()
+    if stock:
+        parser.add_argument("--layers", type=counts)
+        parser.add_argument("--speculative-config", "-sc", dest="drafts")
+    own, command = parser.parse_known_args([*words, *options[stock:]])  # the last one holds
+    command += ["-pp", str(own.pp), "-tp", str(own.tp)]
+    if not any(word.endswith("enable-prefix-caching") for word in command):
+        command += ["--no-enable-prefix-caching"]  # of a trace all loads have the same prompts
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if stock:
+        drafts = ["--speculative-config", own.drafts] if own.drafts and own.pp == 1 else []
+        command = [*STOCK, *command, *drafts]
+        workers = math.prod(degrees(command) or (own.pp, own.tp))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), workers)
+        if own.layers:
+            env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
+    else:
+        command = [sys.executable, "-P", "-m", "sipipe", "serve", *command]
+    env = {key: os.environ.get(key, value) for key, value in env.items()}
+    return {"command": command, "env": env, "url": ""}
+
+
+def _options(settings: Mapping[str, Any]) -> list[str]:
+    """Checked settings as options of ``sipipe serve`` once more."""
+    told = partial(json.dumps, separators=(",", ":"))
+    texts = ((k, v if isinstance(v, str) else told(v).strip("[]")) for k, v in settings.items())
+    return [f"--{name.replace('_', '-')}={text}" for name, text in texts]
+
+
+def config_of(words: Sequence[str]) -> tuple[SiPipeConfig, argparse.Namespace]:
+    """What a command line gives as ``--additional-config``, and as options that matter here."""
+    parser = make_parser("bench", "", add_help=False)
+    parser.add_argument("--additional-config", default="{}")
+    parser.add_argument("--trace")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    found, _ = parser.parse_known_args(words)
+    try:
+        additional = json.loads(found.additional_config)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
+    return SiPipeConfig.from_additional_config(additional), found
