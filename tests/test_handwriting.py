@@ -68,7 +68,6 @@ NOT_YET = frozenset(
         "engine/scheduling",
         "engine/setup",
         "engine/start",
-        "ipc",
         "ipc/link",
         "worker",
         "worker/cpu_kernels",

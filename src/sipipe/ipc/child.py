@@ -1,4 +1,4 @@
-"""Starts a process of ours that ends with this one: :mod:`sipipe.ipc.parent` is its side."""
+"""Start of a process that ends with this one. The other side is :mod:`sipipe.ipc.parent`."""
 
 import atexit
 import multiprocessing.util
@@ -22,14 +22,21 @@ def start_child(
     begin: Callable[[], None] | None = None,
     **options: Any,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start ``python PROGRAM CONTROL END... ARGUMENT...``; returns it, and our end of its control
-    socket, whose other end is CONTROL: the kernel ends that with ours when this process dies.
-    ``ends``: more descriptors that it takes over; this process lets go of them. ``begin``: it is a
-    fork of this process, which calls this and then runs the module of ``program``; None: a new
-    interpreter. ``options``: of ``subprocess.Popen``; of a fork ``env`` alone."""
-    ours, theirs = socket.socketpair()
-    given = [theirs, *ends]
-    numbers = [end.fileno() for end in given]
+    """Start ``python PROGRAM CONTROL END... ARGUMENT...``. Returns the process, and this process's end
+    of its control socket, whose other end is CONTROL. When this process dies, the kernel closes its
+    end, and the child sees that.
+
+    Args:
+        program: ``-m`` and a module, or a script.
+        arguments: words behind the descriptors' numbers.
+        ends: descriptors that the child takes over. They are closed in this process.
+        begin: makes the child a fork of this process, which calls this function and then runs the
+            module of ``program``. Without it the child is a new interpreter.
+        options: those of ``subprocess.Popen``; for a fork only ``env``.
+    """
+    control, child_control = socket.socketpair()
+    handed_over = [child_control, *ends]
+    numbers = [end.fileno() for end in handed_over]
     words = [*map(str, numbers), *arguments]
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process: subprocess.Popen[bytes]
@@ -42,22 +49,23 @@ def start_child(
             run = partial(_run, program[-1], words, begin)
             process = _Forked(fork(run, numbers, options["env"]))
     except BaseException:
-        ours.close()
+        control.close()
         raise
     finally:
-        for end in given:
+        for end in handed_over:
             end.close()
-    return process, ours
+    return process, control
 
 
 def _run(module: str, words: list[str], begin: Callable[[], None]) -> None:
+    """Run ``module`` as ``python -m`` would, after ``begin``."""
     begin()
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class _Forked(subprocess.Popen[bytes]):
-    """A child that was forked: what there is to do with one that runs."""
+    """Handle of a child that was forked: ``subprocess.Popen`` without the start."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -71,27 +79,21 @@ class _Forked(subprocess.Popen[bytes]):
 def fork(
     run: Callable[[], None], descriptors: Collection[int], environment: Mapping[str, str]
 ) -> int:
-    """The number of a child that goes on from here: runs ``run`` with this environment and, beside
-    its output, these descriptors alone, as a new interpreter would, and ends. From a thread whose
-    locks no other thread holds, and before any computes: OpenMP's threads do not come along."""
+    """Fork this process; returns the child's process id. The child calls ``run`` with this environment,
+    its output and these descriptors alone, as a new interpreter would have them, and ends.
+
+    Call it from the only thread, or from one beside which no other can hold a lock, and before
+    anything is computed in parallel: a fork has no threads of OpenMP's but believes that it has."""
     environment = dict(environment)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if pid := os.fork():
+    pid = os.fork()
+    if pid:
         return pid
     status = 1
-    atexit._clear()  # what this process was to do at its end, it does itself
+    atexit._clear()  # the parent does at its end what it registered there
     try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        kept = {0, 1, 2, nothing, *descriptors}
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor not in kept and os.path.exists(f"/proc/self/fd/{descriptor}"):
-                # Not closed: objects that this process has of its parent's will close the number.
-                os.dup2(nothing, descriptor, inheritable=False)
-        os.dup2(nothing, 0)
+        _forget_parent(descriptors)
         os.environ.clear()
         os.environ.update(environment)
         run()
@@ -106,3 +108,19 @@ def fork(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _forget_parent(descriptors: Collection[int]) -> None:
+    """Take back in a fork what a new interpreter would not have: handlers of signals, standard input,
+    and all descriptors but its output and ``descriptors``."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    inherited = {0, 1, 2, null, *descriptors}
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in inherited and os.path.exists(f"/proc/self/fd/{descriptor}"):
+            # Replaced and not closed: copies of the parent's objects close the number some day, and
+            # it may be another file's by then.
+            os.dup2(null, descriptor, inheritable=False)
+    os.dup2(null, 0)

@@ -45,15 +45,22 @@ from sipipe.ipc.secret import private_keys, read_secret
 from sipipe.ipc.tcp import deafen, listen, what_was_seen
 
 HEARTBEAT_MS = 1000
+"""Milliseconds between two heartbeats on an idle connection."""
 SILENCE_MS = 10_000
+"""Milliseconds without a word of the peer after which it is lost. Its machine may still answer."""
 NETWORK_MS = 4000
-"""For which nothing that was sent is acknowledged by the peer's kernel."""
+"""Milliseconds after which a peer is lost whose kernel has acknowledged nothing of what was sent."""
 HANDSHAKE_MS = 3000
+"""Milliseconds that a handshake may take."""
 _LINGER_MS = 1000
+"""Milliseconds for which ``close`` waits until what was sent has gone out."""
 _RETRY_SECONDS = 0.2
+"""Seconds between two attempts to connect."""
 _REFUSALS = 3
-"""Once may be a peer that is just ending."""
+"""Handshakes that the peer may refuse before it is given up. One refusal may come from an engine that
+is just ending, whose successor has the same port."""
 _NEVER_MS = 24 * 3600 * 1000
+"""Milliseconds until ZeroMQ itself connects again: longer than an attempt lives."""
 _USER = "sipipe"
 _STRANGE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSED = _STRANGE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -63,7 +70,7 @@ _EVENTS = _OPENED | _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_
 
 
 def _curve(listens: bool) -> dict[int, int | bytes]:
-    """ZeroMQ's options for who has the secret."""
+    """ZeroMQ's options for an encrypted connection between two ends with the secret."""
     listener, connector = private_keys(read_secret())
     if listens:
         return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: listener}
@@ -75,23 +82,25 @@ def _curve(listens: bool) -> dict[int, int | bytes]:
 
 
 def _plain(token: str, listens: bool) -> dict[int, int | bytes]:
-    """ZeroMQ's options for who has ``token``."""
+    """ZeroMQ's options for a connection between two ends with ``token``."""
     if listens:
         return {zmq.PLAIN_SERVER: 1}
     return {zmq.PLAIN_USERNAME: _USER.encode(), zmq.PLAIN_PASSWORD: token.encode()}
 
 
 class Connection:
-    """One end. The listening one takes one peer.
+    """One end of a connection. The listening end takes one peer.
 
     Args:
-        address: the listening host's, which is all that is bound.
-        who: the peer, for messages.
-        token: instead of the secret, and of encryption: a word that the ends know by an encrypted
-            connection, and that lets one peer in, which is there before others can read it.
-        lost: told by the connection's thread, once, when the peer that was met is gone.
+        address: the listening host's address. The port is bound on it alone.
+        port: the listening host's port.
+        listens: makes this the listening end.
+        who: the peer's name in messages.
+        token: a word in the place of the secret and of encryption. The ends know it by an encrypted
+            connection, and it lets one peer in, which is there before others can have read it.
+        lost: called once by the connection's thread when the peer that was met is gone.
 
-    Raises ConfigError: no secret; an address that is not this host's; a port that is taken.
+    Raises ConfigError: there is no secret, the address is not this host's, or the port is taken.
     """
 
     def __init__(
@@ -106,14 +115,22 @@ class Connection:
     ) -> None:
         self.who = who
         self.refused = False
-        """Whether somebody without the secret was there, or we were not let in."""
+        """True if a handshake has failed: somebody without the secret came, or this end was refused."""
         self.lost = lost
-        self._seen = ""
-        self._met = self._gone = self._closed = False
-        # The kernel's view of the connection, which ZeroMQ closes before it says so. It does not say
-        # either by which one the peer came: a stranger who was there too is thrown out within the
-        # handshake's bound, and then it is the last.
+        self._loss = ""
+        """Clause that says how the peer was lost; empty while it is not."""
+        self._met = False
+        """True once the peer was there. Written under ``_turn``."""
+        self._gone = False
+        """True once the peer is lost, or this end was interrupted or closed."""
+        self._closed = False
+        """True once this end is closed. Written under ``_turn``."""
         self._peers: dict[int, socket.socket] = {}
+        """Copies of the sockets by which the peer may have come, by descriptor. They show the kernel's
+        view of a connection that ZeroMQ closes before it says so. ZeroMQ does not say by which socket
+        the peer came; a stranger's is closed within the handshake's bound, and the last is the
+        peer's."""
+        # Held around every call of ZeroMQ, whose sockets are not for several threads.
         self._turn = threading.Lock()  # wait: held for moments; nobody waits under it
         options: dict[int, int | bytes] = {
             zmq.IPV6: ":" in address,
@@ -131,7 +148,7 @@ class Connection:
         self._where = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         self._listener = listen(address, port) if listens else None
         self._context = zmq.Context()
-        # Of the monitor too: with a full queue ZeroMQ's thread would wait for room in it.
+        # No bound on queues, the monitor's included: with a full one ZeroMQ's thread would wait.
         self._context.setsockopt(zmq.SNDHWM, 0)
         self._context.setsockopt(zmq.RCVHWM, 0)
         self._door: ThreadAuthenticator | None = None
@@ -149,51 +166,60 @@ class Connection:
         self._thread.start()
 
     def wait_for_peer(self, timeout: float) -> bool:
-        """Whether the peer was there within ``timeout`` seconds, or :attr:`refused` meanwhile."""
+        """Wait for the peer; True if it is there. False after ``timeout`` seconds, or as soon as a
+        handshake has failed (:attr:`refused`)."""
         deadline = time.monotonic() + timeout
         while True:
-            left = deadline - time.monotonic()
-            if self._met or self.refused or left <= 0:
+            seconds = deadline - time.monotonic()
+            if self._met or self.refused or seconds <= 0:
                 return self._met
-            self._sleep(left)
+            self._sleep(seconds)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send one message; on return it is copied. Raises PeerDiedError: the peer is not there."""
+        """Send one message, without a wait; on return it is copied. Raises PeerDiedError: the peer was
+        not met yet, or is gone."""
         with self._turn:
             if self._closed or self._gone or not self._met:
                 raise self.died()
             self._give(parts)
 
     def receive(self, timeout: float | None, place: Place | None = None) -> list[bytes] | None:
-        """The parts of the next message, or None when ``timeout`` seconds passed, if it is one.
-        With ``place``, the parts behind the first go where it says, and are not returned. Raises
-        TransferMismatchError: a part has another size than its place. PeerDiedError: the peer is
-        gone, and everything that it sent has been received."""
+        """Wait for the next message; returns its parts, or None after ``timeout`` seconds.
+
+        Args:
+            timeout: seconds; None: without a bound.
+            place: says where the parts behind the first go, which are then not returned.
+
+        Raises TransferMismatchError: a part has another size than its place. PeerDiedError: the peer
+        is gone, and everything that it sent has been received."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            gone = self._gone  # before the look for a message: all that was sent is there by then
+            # Read before the look for a message: what the lost peer sent is there by then.
+            gone = self._gone
             with self._turn:
                 if self._closed:
                     raise self.died()
-                with suppress(zmq.Again):
-                    if self._met:  # before, who receives could not answer
-                        if (parts := frames.receive(self._socket, place)) is None:
+                # Nothing is received before the peer is met, since it could not be answered.
+                if self._met:
+                    with suppress(zmq.Again):
+                        parts = frames.receive(self._socket, place)
+                        if parts is None:
                             raise TransferMismatchError(
                                 f"{self.who} sent another size than it announced"
                             )
                         return parts
             if gone:
                 raise self.died()
-            left = None if deadline is None else deadline - time.monotonic()
+            seconds = None if deadline is None else deadline - time.monotonic()
             if not self._gone:
-                if left is not None and left <= 0:
+                if seconds is not None and seconds <= 0:
                     return None
-                self._sleep(left)
+                self._sleep(seconds)
 
     def died(self) -> PeerDiedError:
-        """What to raise when the peer is gone without a goodbye."""
-        seen = f" ({self._seen})" if self._seen else ""
-        return PeerDiedError(f"{self.who} died or cannot be reached{seen}; its own log says more")
+        """The error to raise when the peer is gone without a goodbye."""
+        loss = f" ({self._loss})" if self._loss else ""
+        return PeerDiedError(f"{self.who} died or cannot be reached{loss}; its own log says more")
 
     def interrupt(self, goodbye: bytes = b"") -> None:
         """Send ``goodbye``, if there is one, and end a ``receive`` that waits."""
@@ -204,17 +230,19 @@ class Connection:
         self._rouse()
 
     def close(self) -> None:
-        """What was sent goes out, within a second. Idempotent; nobody receives any more."""
+        """Close this end; what was sent still goes out, within a second. Idempotent. No thread may be
+        in ``receive``."""
         with self._turn:
             if self._closed:
                 return
-            self._closed = self._gone = True
+            self._closed = True
+            self._gone = True
             self._closing.set()
             self._socket.disable_monitor()
         self._thread.join()  # wait: none; it hears that its monitor has stopped
         for peer in self._peers.values():
             peer.close()
-        if not self._met or self._seen:  # nobody is there to take what was sent
+        if not self._met or self._loss:  # nobody is there to take what was sent
             self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.close()
         if self._listener is not None:
@@ -227,28 +255,34 @@ class Connection:
     # ---- the receiving thread -------------------------------------------------------------------
 
     def _sleep(self, seconds: float | None) -> None:
+        """Sleep until there are news, at most for ``seconds``."""
+        milliseconds = None if seconds is None else min(seconds * 1e3, 1e9)
         # wait: the caller's or none; news, the peer's death or 10 s of silence, `interrupt`
-        for descriptor, _ in self._poll.poll(None if seconds is None else min(seconds * 1e3, 1e9)):
+        for descriptor, _ in self._poll.poll(milliseconds):
             if descriptor == self._wake:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
 
-    # ---- whoever has its turn -------------------------------------------------------------------
+    # ---- the thread that holds _turn ------------------------------------------------------------
 
     def _give(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Queue a message at ZeroMQ."""
         try:
             frames.send(self._socket, parts)  # wait: none: it is queued
         except zmq.ZMQError:
             raise self.died() from None
+        # The socket's descriptor wakes once for news, and the call above may have taken them in.
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._rouse()
 
     def _rouse(self) -> None:
+        """Wake the receiving thread."""
         with suppress(OSError):  # closed
             os.eventfd_write(self._wake, 1)
 
     def _open(self) -> None:
-        """Bind, or begin an attempt to connect: ZeroMQ itself would make another one at any time."""
+        """Bind, or begin one attempt to connect. Each attempt has a socket of its own, because ZeroMQ
+        would otherwise begin the next one at any time."""
         self._socket = self._context.socket(zmq.PAIR)
         for option, value in self._options.items():
             self._socket.setsockopt(option, value)
@@ -263,26 +297,24 @@ class Connection:
     # ---- the connection's thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Run the connection's thread."""
         try:
             self._follow()
-        except Exception as error:  # of ours: without this thread the peer's end would not be seen
-            self._bury(repr(error))
-            for _ in self._news():  # ZeroMQ would wait for somebody to hear that it stops
+        except Exception as error:
+            # A fault of ours. Without this thread nobody would see the peer's end, so it is lost now.
+            self._lose(repr(error))
+            for _ in self._news():  # ZeroMQ's `close` waits until somebody has read the last event
                 pass
 
     def _follow(self) -> None:
-        """Until this end is closed."""
+        """Make attempts to connect, meet the peer and see it go, until this end is closed."""
         opened: dict[int, float] = {}
-        """Descriptors until the peer is met, and since when."""
+        """Connections before the peer is met: descriptors, and the times at which they opened."""
         refusals = 0
         for event, value in self._news():
             if self._met:
                 if event == zmq.EVENT_DISCONNECTED and value in self._peers:
-                    seen = "it closed the connection"
-                    with self._peers.pop(value) as peer, suppress(OSError):  # no TCP connection
-                        seen = what_was_seen(peer, HEARTBEAT_MS / 1e3)
-                    if not self._peers:
-                        self._bury(seen)
+                    self._see_disconnected(value)
             elif event & _OPENED:
                 opened[value] = time.monotonic()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -293,17 +325,27 @@ class Connection:
                     self._refuse()
             elif refusals < _REFUSALS:
                 now = time.monotonic()
-                quick = any(now - since < HANDSHAKE_MS / 1e3 for since in opened.values())
+                quick = any(now - began < HANDSHAKE_MS / 1e3 for began in opened.values())
                 opened.clear()
-                if event & _REFUSED and quick:  # else it has not answered in time
+                # A handshake that took its whole time was not refused: the peer gave no answer.
+                if event & _REFUSED and quick:
                     refusals += 1
                     self._refuse()
                 if refusals == _REFUSALS:
-                    self._bury(f"it refused the handshake {refusals} times")
+                    self._lose(f"it refused the handshake {refusals} times")
                 else:
                     self._try_again()
 
+    def _see_disconnected(self, descriptor: int) -> None:
+        """Close the copy of a connection that has ended; with the last one the peer is lost."""
+        loss = "it closed the connection"
+        with self._peers.pop(descriptor) as peer, suppress(OSError):  # no TCP connection any more
+            loss = what_was_seen(peer, HEARTBEAT_MS / 1e3)
+        if not self._peers:
+            self._lose(loss)
+
     def _news(self) -> Iterator[tuple[int, int]]:
+        """ZeroMQ's events, each with its value, until its monitor stops."""
         while True:
             # wait: none; what ZeroMQ says next, `close`
             news = recv_monitor_message(self._monitor)
@@ -313,10 +355,12 @@ class Connection:
             yield news["event"], news["value"]
 
     def _refuse(self) -> None:
+        """Say to who waits for the peer that a handshake has failed."""
         self.refused = True
         self._rouse()
 
     def _try_again(self) -> None:
+        """Begin another attempt to connect."""
         # wait: 0.2 s (`_RETRY_SECONDS`); `close`
         if self._closing.wait(_RETRY_SECONDS):
             return
@@ -328,6 +372,7 @@ class Connection:
                 self._open()
 
     def _meet(self, opened: Iterable[int]) -> None:
+        """The peer is there: take no other, and let messages pass. It came by one of ``opened``."""
         for descriptor in opened:
             with suppress(OSError):  # closed already
                 self._peers[descriptor] = socket.socket(fileno=os.dup(descriptor))
@@ -339,12 +384,13 @@ class Connection:
                 self._poll.register(self._socket.FD, select.POLLIN)
         self._rouse()
         if not self._peers:
-            self._bury("it closed the connection")
+            self._lose("it closed the connection")
 
-    def _bury(self, seen: str) -> None:
-        self._seen = seen
-        told = self._gone
+    def _lose(self, loss: str) -> None:
+        """The peer is lost, for the reason ``loss``. Say so, unless this end has ended before."""
+        self._loss = loss
+        ended = self._gone
         self._gone = True
         self._rouse()
-        if not told:
+        if not ended:
             self.lost(self.died())

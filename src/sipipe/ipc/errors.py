@@ -1,16 +1,18 @@
-"""What goes wrong between processes, each as one line that names the channel or link and the peer. A
-wait whose time is up is a :class:`sipipe.errors.StallError`."""
+"""Errors between processes. Each message is one line that names the channel or link and the peer.
+
+A wait whose time is up raises :class:`sipipe.errors.StallError`.
+"""
 
 from sipipe.errors import SiPipeError, WorkerDiedError
 
 
 class PeerDiedError(WorkerDiedError):
-    """The process at the other side went away without closing, or the connection broke. Of a ring a
-    reader hears it after all complete messages."""
+    """The process at the other side went away without closing, or the connection broke. The reader of
+    a ring gets it after all complete messages."""
 
 
 class ChannelError(SiPipeError):
-    """Base of what else a ring or the gather raises."""
+    """Base of the errors that only a ring or the gather raises."""
 
 
 class ChannelClosed(ChannelError):  # noqa: N818 - an event, not always an error
@@ -22,4 +24,5 @@ class LinkClosedError(SiPipeError):
 
 
 class TransferMismatchError(SiPipeError):
-    """What arrived is not what the scheduling output announced; nothing of it is handed out."""
+    """A message that arrived is not the one that the scheduling output announced. Nothing of it is
+    handed out."""

@@ -3,13 +3,13 @@
 Who runs here
     At the receiver one thread calls :meth:`GatherReceiver.collect`; any thread may call ``expect``,
     ``replace`` and ``close`` meanwhile. At a sampler one thread sends. Sampler i has one end of a
-    socket pair, made by the process that starts it, and the receiver has the other.
+    socket pair, which the process that starts it makes, and the receiver has the other.
 Guarantees
     ``collect`` returns iterations in the order in which they were declared, each when its last
     answer is in. An answer that came already, or late, is dropped: a sampler that was started again
     may repeat its predecessor's. When a sampler closes its end or dies, all that it sent is taken,
-    and ``collect`` goes on for the others: who started its process hears of it, and brings in
-    another. An answer travels in frames, so that nothing else is as large as one.
+    and ``collect`` goes on for the others. Whoever started its process sees its end, and brings in
+    another. An answer may travel in several frames, so that no buffer has to be as large as one.
 Relies on
     The kernel closes the ends of a process that dies, and no other process has a copy of them.
     Invariant: ``_lock`` is held wherever a socket is read or closed; ``_collecting`` wherever
@@ -37,6 +37,7 @@ from sipipe.linux import receive_now
 
 _HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
 _RECEIVE_BYTES = 1 << 18
+"""Bytes that are read from a socket at once, at most."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,12 +54,12 @@ class _Pending:
     """An iteration that is declared and was not returned yet."""
 
     missing: set[int]
-    """Whose last frame is still to come."""
+    """Samplers whose last frame is still to come."""
     frames: dict[int, list[bytes]] = dataclasses.field(default_factory=dict)
 
 
 class GatherReceiver:
-    """The one receiver; see the module for who may call what."""
+    """The receiver of all samplers' answers. The module's text says which thread may call what."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         """``sockets[i]`` is the receiver's end of sampler i; this object closes it."""
@@ -66,11 +67,15 @@ class GatherReceiver:
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
         # wait: held while the one that collects sleeps; `close`, which takes it too, has woken that
         self._collecting = threading.Lock()
-        self._samplers: dict[int, _Sampler] = {}  # by descriptor
-        self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
-        self._last = -1  # the iteration that was declared last
+        self._samplers: dict[int, _Sampler] = {}
+        """Samplers whose end is open, by descriptor."""
+        self._pending: dict[int, _Pending] = {}
+        """Invariant: iterations ascend, so the first is the next to return."""
+        self._last = -1
+        """Iteration that was declared last."""
         self._closed = False
-        # One for all, filled by calls that keep the interpreter.
+        # One buffer for all sockets. It is filled by calls that keep the GIL (`receive_now`): they do
+        # not wait, and to take the GIL again costs more than they do.
         self._buffer = ctypes.create_string_buffer(_RECEIVE_BYTES)
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -79,22 +84,25 @@ class GatherReceiver:
             self._add(index, sock)
 
     def replace(self, index: int, sock: socket.socket) -> None:
-        """Listen to a new sampler ``index``; any thread may call. It answers anew what its
-        predecessor had not, or in part; what ``collect`` has not read of that one is dropped."""
+        """Listen to a new sampler ``index``; any thread may call. It answers anew what its predecessor
+        had answered in part or not at all. What ``collect`` has not read of the predecessor is
+        dropped."""
         with self._lock:
             if self._closed:
                 sock.close()
                 return
-            for old in [one for one in self._samplers.values() if one.index == index]:
-                self._remove(old)
+            predecessors = [old for old in self._samplers.values() if old.index == index]
+            for predecessor in predecessors:
+                self._remove(predecessor)
             for pending in self._pending.values():
                 if index in pending.missing:
                     pending.frames.pop(index, None)
             self._add(index, sock)
 
     def expect(self, iteration: int, indices: Iterable[int]) -> None:
-        """Declare, in ascending order and before the samplers hear of it, which of them answer
-        ``iteration``; any thread may call. Without indices ``collect`` returns it in its turn."""
+        """Declare which samplers answer ``iteration``; any thread may call. Iterations are declared in
+        ascending order, each before the samplers learn of it. One that no sampler answers is returned
+        by ``collect`` in its turn."""
         missing = set(indices)
         assert missing <= set(range(self._count)), missing
         with self._lock:
@@ -105,14 +113,15 @@ class GatherReceiver:
                 os.eventfd_write(self._wake, 1)
 
     def collect(self) -> tuple[int, dict[int, list[bytes]]]:
-        """Wait for the next iteration to be complete: its number, and each sampler's frames. Raises
-        ChannelClosed: this receiver was closed, perhaps by another thread just now."""
+        """Wait until the next iteration is complete. Returns its number, and the frames of each sampler
+        by index. Raises ChannelClosed: this receiver was closed, perhaps by another thread just now."""
         with self._collecting:
             while True:
                 with self._lock:
                     if self._closed:
                         raise ChannelClosed("channel bic-o: closed")
-                    if (complete := self._take()) is not None:
+                    complete = self._take()
+                    if complete is not None:
                         return complete
                 # wait: none, for the engine has one for each iteration; tokens, a sampler's
                 # death, an iteration without samplers, `close`
@@ -134,9 +143,10 @@ class GatherReceiver:
             self._epoll.close()
             os.close(self._wake)
 
-    # The lock is held in all of these.
+    # ---- with `_lock` held ----------------------------------------------------------------------
 
     def _take(self) -> tuple[int, dict[int, list[bytes]]] | None:
+        """The next iteration with its answers, if it is complete."""
         iteration, pending = next(iter(self._pending.items()), (-1, None))
         if pending is None or pending.missing:
             return None
@@ -144,18 +154,20 @@ class GatherReceiver:
         return iteration, pending.frames
 
     def _add(self, index: int, sock: socket.socket) -> None:
+        """Read from ``sock`` what sampler ``index`` sends."""
         sock.setblocking(False)
         self._samplers[sock.fileno()] = _Sampler(index, sock)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def _remove(self, sampler: _Sampler) -> None:
+        """Close the end of a sampler that sends nothing any more."""
         descriptor = sampler.sock.fileno()
         del self._samplers[descriptor]
         self._epoll.unregister(descriptor)
         sampler.sock.close()
 
     def _read(self, descriptor: int) -> None:
-        """Take what is there of one sampler, or its end."""
+        """Take the bytes that are there from one sampler, or its end."""
         sampler = self._samplers.get(descriptor)
         if sampler is None:  # the wake-up, or a sampler that was replaced meanwhile
             if descriptor == self._wake:
@@ -164,7 +176,7 @@ class GatherReceiver:
             return
         try:
             size = receive_now(descriptor, self._buffer)
-        # Of the sampler that had this descriptor before; or it is there still.
+        # The event may be of the predecessor that had this descriptor before.
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -176,7 +188,7 @@ class GatherReceiver:
             self._remove(sampler)
 
     def _parse(self, sampler: _Sampler) -> None:
-        """Take the complete frames."""
+        """Take the complete frames from the sampler's bytes."""
         data = sampler.data
         start = 0
         while len(data) - start >= _HEADER.size:
@@ -196,7 +208,7 @@ class GatherReceiver:
 
 
 class GatherSender:
-    """A sampler's end. Not for two threads at once."""
+    """A sampler's end. It is not for two threads at once."""
 
     def __init__(self, sock: socket.socket) -> None:
         """``sock`` is the end that the executor handed over; this object closes it."""
@@ -205,14 +217,16 @@ class GatherSender:
     def send(
         self, iteration: int, data: bytes, timeout: float = 60.0, *, more: bool = False
     ) -> None:
-        """Answer ``iteration`` with one frame. With ``more``, others of the same answer follow.
-        Raises StallError: not taken within ``timeout`` seconds; this end is closed, in
-        mid-frame. PeerDiedError: the executor is gone, or this end is closed."""
+        """Answer ``iteration`` with one frame. With ``more``, other frames of the same answer follow.
+
+        Raises StallError: the frame was not taken within ``timeout`` seconds. This end is closed then,
+        since nothing could follow half a frame. PeerDiedError: the executor is gone, or this end is
+        closed."""
         try:
             self._sock.settimeout(timeout)
             # wait: 60 s; the executor, or its death
             self._sock.sendall(_HEADER.pack(len(data), more, iteration) + data)
-        except (TimeoutError, BlockingIOError):  # the latter when no time was left
+        except (TimeoutError, BlockingIOError):  # the latter with a `timeout` of 0
             self._sock.close()
             raise StallError(
                 f"channel bic-o: the executor took nothing for {timeout:g} s"

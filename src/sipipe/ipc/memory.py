@@ -1,8 +1,8 @@
 """Shared memory without a name: nothing is left behind, however the processes end.
 
-A memfd. Other processes of this user open it through ``/proc/<pid>/fd/<n>`` of its creator, each
-with a description of its own (locks need that). It goes with the last process, and does not count
-against ``/dev/shm``.
+It is a memfd. Other processes of this user open it through ``/proc/<pid>/fd/<n>`` of its creator,
+each with an open file description of its own, which locks are bound to. It goes with the last
+process, and does not count against ``/dev/shm``.
 
 Rejected: a named file in ``/dev/shm`` unlinked "when all have opened it" (left behind by a crash
 before that); passing descriptors over a socket (shares the description, and with it the locks).
@@ -28,7 +28,8 @@ _GROUP_FILES = (
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Of version 2 and 1: a group's limit, what it takes, and how ``memory.stat`` names all in it."""
+"""Files of a control group, of version 2 and of version 1: its limit, its use, and the prefix with
+which ``memory.stat`` names sums that include its subgroups."""
 
 
 def round_up(size: int, unit: int) -> int:
@@ -37,14 +38,17 @@ def round_up(size: int, unit: int) -> int:
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a channel's memory, of ``size`` bytes, is."""
+    """Address of a channel's memory."""
 
     channel: str
+    """The channel's name, for messages."""
     path: str
-    """``/proc/<pid>/fd/<n>`` of the creator."""
+    """Path ``/proc/<pid>/fd/<n>`` of the creator's descriptor."""
     identity: str
-    """32 hexadecimal digits that the memory starts with: a reused process id is recognised."""
+    """32 hexadecimal digits of the bytes that the memory starts with. They tell it from what another
+    process has there, to which the system has given the same process id."""
     size: int
+    """Bytes."""
 
 
 class SharedMemory:
@@ -53,15 +57,15 @@ class SharedMemory:
     def __init__(self, endpoint: Endpoint, fd: int, keep_fd: bool) -> None:
         self.endpoint = endpoint
         self._fd = fd if keep_fd else -1
-        # Populated: the first lap would otherwise take a page fault every 4 KB.
+        # Populated now: the first lap of a ring would otherwise take a page fault every 4 KB.
         self.map = mmap.mmap(fd, endpoint.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if not keep_fd:
             os.close(fd)
 
     @classmethod
     def create(cls, channel: str, size: int) -> SharedMemory:
-        """Allocate ``size`` bytes or the rest of the last page more, all zero and really there, so
-        that no later write can fail. ResourceError: there is not that much."""
+        """Allocate ``size`` bytes, rounded up to pages, all zero. The memory is really there, so no
+        later write can fail. Raises ResourceError: there is not that much."""
         size = round_up(size, PAGE)
         check_room(size, f"channel {channel} ({size / 2**20:,.1f} MiB)")
         try:
@@ -82,7 +86,8 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, endpoint: Endpoint) -> SharedMemory:
-        """Map the memory that another process (or this one) created. PeerDiedError: it is gone."""
+        """Map the memory that another process, or this one, created. Raises PeerDiedError: the process
+        is gone. ResourceError: it is another user's."""
         try:
             fd = os.open(endpoint.path, os.O_RDWR | os.O_CLOEXEC)
         except PermissionError:
@@ -98,15 +103,17 @@ class SharedMemory:
         return cls(endpoint, fd, keep_fd=False)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent; views that are still out keep the mapping alive."""
+        """Close the creator's descriptor, so that nobody can attach any more. Idempotent. The mapping
+        lives as long as there are views of it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def check_room(size: int, what: str) -> None:
-    """Raise ResourceError if ``what`` needs more than :func:`free_bytes`: ``size`` bytes."""
-    if size > (room := free_bytes()):
+    """Raise ResourceError if ``size`` bytes, which ``what`` needs, are more than :func:`free_bytes`."""
+    room = free_bytes()
+    if size > room:
         raise ResourceError(
             f"memory has {room / 2**20:,.1f} MiB free, too little for {what}: lower "
             "--max-num-seqs, --max-num-batched-tokens or --inflight"
@@ -114,34 +121,40 @@ def check_room(size: int, what: str) -> None:
 
 
 def free_bytes() -> int:
-    """Bytes of memory that there is room for, the container's limit (its cgroup's) included."""
-    room = _read_number("/proc/meminfo", "MemAvailable:") * 1024
-    return min([room or 1 << 62, *(room for _, room in _limits())])
+    """Bytes of memory that are free on this machine and within its control groups' limits, such as a
+    container's."""
+    available = _read_number("/proc/meminfo", "MemAvailable:") * 1024
+    return min([available or 1 << 62, *(room for _, room in _limits())])
 
 
 def group_limit() -> int | None:
-    """The least limit of the control groups that this process is in, in bytes; None: there is none."""
+    """The least limit, in bytes, of the control groups that this process is in; None: none has any."""
     return min((limit for limit, _ in _limits()), default=None)
 
 
 def group_used() -> int | None:
-    """What of :func:`group_limit` is taken, in bytes, also by other limits; None: there is none."""
-    found = _limits()
-    return min(limit for limit, _ in found) - min(room for _, room in found) if found else None
+    """Bytes of :func:`group_limit` that cannot be had any more; None: there is no limit. Another
+    group's limit may leave less room than the least one; its use counts then."""
+    limits = _limits()
+    if not limits:
+        return None
+    return min(limit for limit, _ in limits) - min(room for _, room in limits)
 
 
 def _limits() -> list[tuple[int, int]]:
     """The limit and the room, in bytes, of each control group that has a limit."""
-    found = []
+    limits = []
     for group in control_groups("memory"):
-        for most, taken, total in _GROUP_FILES:
-            limit = _read_number(f"{group}/{most}")
-            if 0 < limit < 1 << 62:  # version 1 writes no limit as a number
-                room = limit - _read_number(f"{group}/{taken}")
-                for cached in ("inactive_file ", "active_file "):  # given back when it is needed
-                    room += _read_number(f"{group}/memory.stat", total + cached)
-                found.append((limit, min(limit, max(0, room))))
-    return found
+        for limit_file, use_file, prefix in _GROUP_FILES:
+            limit = _read_number(f"{group}/{limit_file}")
+            # Version 1 writes a huge number where there is no limit.
+            if 0 < limit < 1 << 62:
+                room = limit - _read_number(f"{group}/{use_file}")
+                # The kernel gives back what it caches of files when the memory is needed.
+                for cached in ("inactive_file ", "active_file "):
+                    room += _read_number(f"{group}/memory.stat", prefix + cached)
+                limits.append((limit, min(limit, max(0, room))))
+    return limits
 
 
 def _read_number(path: str, key: str = "") -> int:

@@ -7,8 +7,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def remove_rendezvous(init_methods: Sequence[str]) -> None:
-    """Remove them once all ranks have joined, so that no kind of exit leaves any. vLLM's CPU
-    communicator names its shared memory after the file; what is mapped stays usable."""
+    """Remove the files of ``init_methods`` once all ranks have joined, so that no kind of exit leaves
+    any. vLLM's CPU communicator names its shared memory after the file, so that goes too; what is
+    mapped stays usable."""
     for method in init_methods:
         rendezvous = Path(method.removeprefix("file://"))
         rendezvous.unlink(missing_ok=True)

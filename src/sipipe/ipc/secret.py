@@ -1,13 +1,15 @@
 """The secret that the hosts of an engine share, and the keys that are made of it.
 
-Both ends of a connection make the same two key pairs: the listening end's and the connecting
-end's. Public keys are as secret as the secret here: none is ever sent. CURVE's first message is
-sealed with the listener's public key and its answer with the listener's private key, so that a
-peer without the secret gets no further than the handshake, on either side; everything after it is
+Both ends of a connection make the same two key pairs: the listening end's and the connecting end's.
+Public keys are as secret as the secret here: none is ever sent. CURVE's first message is sealed with
+the listener's public key, and its answer with the listener's private key. So a peer without the
+secret gets no further than the handshake, on either side. Everything after the handshake is
 encrypted with keys of that connection alone: a secret that leaks later opens nothing recorded.
 
-scrypt makes each guess at a short secret as dear as a login: a recorded handshake can be tried for
-ever. Rejected: a list of public keys (ZAP): a thread more, for peers that all have one secret.
+A handshake that somebody has recorded can be tried for ever. scrypt makes each guess at a short
+secret as dear as a login.
+
+Rejected: a list of public keys (ZAP), which takes a thread more, for peers that all have one secret.
 """
 
 import functools
@@ -22,7 +24,7 @@ from sipipe.errors import ConfigError
 SECRET = "SIPIPE_SECRET"
 SECRET_FILE = "SIPIPE_SECRET_FILE"
 _LEAST = 16
-"""Characters."""
+"""Characters that a secret has at least."""
 
 
 def read_secret() -> bytes:
@@ -39,7 +41,8 @@ def read_secret() -> bytes:
             raise ConfigError(f"{SECRET_FILE}: {path} cannot be read ({error.strerror})") from None
         if mode & 0o077:
             raise ConfigError(f"{SECRET_FILE}: others can read {path}: chmod 600 {path}")
-    if not (secret := secret.strip()):
+    secret = secret.strip()
+    if not secret:
         raise ConfigError(
             f"several hosts need a secret: set {SECRET} or {SECRET_FILE} to the same value on "
             "each (openssl rand -hex 32 makes one)"
@@ -48,8 +51,8 @@ def read_secret() -> bytes:
         raise ConfigError(
             f"{SECRET} has {len(secret)} characters: use {_LEAST} or more (openssl rand -hex 32)"
         )
-    # Whatever bytes a file may have, such as /dev/urandom's: Ray takes the word as an environment
-    # variable to the other hosts, where it is read again.
+    # A file may hold any bytes, such as /dev/urandom's. Ray takes the secret to the other hosts as an
+    # environment variable, where it is read again, so it has to be a printable word.
     return secret if secret.isascii() and secret.decode().isprintable() else secret.hex().encode()
 
 

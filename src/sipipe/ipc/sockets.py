@@ -1,4 +1,4 @@
-"""A directory for the sockets of vLLM's front end, which leaves them when it is killed."""
+"""A directory for the sockets of vLLM's front end, which it would leave behind when it is killed."""
 
 import errno
 import fcntl
@@ -13,13 +13,15 @@ from pathlib import Path
 from sipipe.errors import ConfigError
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
+"""Variable of vLLM's with the directory for its sockets."""
 PREFIX = "sipipe-sockets-"
 
 
 @contextmanager
 def own_sockets() -> Iterator[None]:
-    """Have vLLM, here and in processes started here, make its sockets in a directory of our own. It
-    is removed at the end, and so are those of processes that were killed, whose locks are free."""
+    """Have vLLM, here and in processes started here, make its sockets in a directory of SiPipe's. It is
+    removed at the end of the body. The directories of processes that were killed, whose locks are
+    free, are removed before. A directory that the user has named is left as it is."""
     if VARIABLE in os.environ:
         yield
         return
@@ -27,7 +29,7 @@ def own_sockets() -> Iterator[None]:
     new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_place()))
     with open(new / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # wait: none: nobody else knows the file
-        # Named so that remove_dead() finds it only now that the lock is held.
+        # `remove_dead` of another process finds it by this name, only now that the lock is held.
         directory = new.rename(new.with_name(new.name[1:]))
         os.environ[VARIABLE] = str(directory)
         try:
@@ -38,7 +40,8 @@ def own_sockets() -> Iterator[None]:
 
 
 def free_path(path: str) -> None:
-    """Remove the socket that a server has left at ``path``. ConfigError: one listens there, or none can."""
+    """Remove the socket that a dead server has left at ``path``. Raises ConfigError: a server listens
+    there, or none can."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -54,21 +57,22 @@ def free_path(path: str) -> None:
 
 
 def _place() -> str:
-    """Where they are: /tmp if a socket's path, with its name of 36, would be longer than 107."""
+    """The temporary directory in which the directories are made. It is /tmp if the path of a socket,
+    whose name has 36 characters, would be longer than the 107 bytes that the kernel takes."""
     place = tempfile.gettempdir()
-    behind = f"/.{PREFIX}12345678/{'-' * 36}"
-    return place if len(os.fsencode(place + behind)) <= 107 else "/tmp"
+    longest = f"{place}/.{PREFIX}12345678/{'-' * 36}"
+    return place if len(os.fsencode(longest)) <= 107 else "/tmp"
 
 
 def remove_dead() -> None:
-    """Remove this user's directories whose process is gone."""
+    """Remove this user's directories of sockets whose process is gone."""
     for directory in Path(_place()).glob(f"{PREFIX}*"):
-        # OSError: of another user, or gone, or its process lives (or has yet to make its lock).
-        with suppress(OSError), ExitStack() as opened:
-            ours = open_own(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
-            opened.callback(os.close, ours)
-            lock = open_own("lock", os.O_RDWR | os.O_NOFOLLOW, ours)
-            opened.callback(os.close, lock)
+        # OSError: it is another user's, or is gone, or its process lives, or has yet to make its lock.
+        with suppress(OSError), ExitStack() as stack:
+            descriptor = open_own(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            lock = open_own("lock", os.O_RDWR | os.O_NOFOLLOW, descriptor)
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -76,9 +80,15 @@ def remove_dead() -> None:
 def open_own(
     path: str | os.PathLike[str], flags: int = os.O_RDWR, directory: int | None = None
 ) -> int:
-    """A descriptor, close-on-exec, of what another process of this user has made. Never waits, as opening a
-    pipe would, and opens nothing of another user's, as root could. ``directory``: where a relative ``path``
-    begins. Raises OSError: there is no such file, or (PermissionError) it is another user's."""
+    """Open a file that another process of this user has made; returns a close-on-exec descriptor. It
+    never waits, as opening a pipe would, and opens nothing of another user's, as root could.
+
+    Args:
+        path: the file; relative to ``directory`` if that is given.
+        flags: those of ``os.open``.
+        directory: descriptor of a directory.
+
+    Raises OSError: there is no such file. PermissionError: it is another user's."""
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     descriptor = os.open(path, flags, dir_fd=directory)
     if os.fstat(descriptor).st_uid != os.geteuid():

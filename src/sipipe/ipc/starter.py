@@ -1,4 +1,4 @@
-"""A process that vLLM starts through ``multiprocessing`` ends with the process that started it.
+"""A rule for processes that vLLM starts through ``multiprocessing``: each ends with its starter.
 
 Who runs here
     The starter, which makes a :class:`Tied` in place of a function of vLLM's that is the target of
@@ -8,11 +8,12 @@ Guarantees
     while it imports vLLM, and in vLLM's handshake, which waits for its front end for five minutes.
     An engine that has children ends in an orderly way first (:mod:`sipipe.engine.children.children`).
 Relies on
-    The descriptor (pidfd) is opened by the starter, of itself, and inherited. So it cannot mean
-    another process. Rejected: ``os.getppid()``, which is that of an orphan's new parent when it is
-    asked after seconds of imports; a pipe, whose other end forks of the starter would hold open; the
-    parent's sentinel of ``multiprocessing``, which is not known before all that the process is
-    started with has been imported.
+    The starter opens a descriptor (pidfd) of itself, which the process inherits. So it cannot mean
+    another process.
+Rejected
+    ``os.getppid()``, which after seconds of imports may be an orphan's new parent. A pipe, whose
+    other end forks of the starter would hold open. The parent's sentinel of ``multiprocessing``,
+    which is not known before everything that the process is started with has been imported.
 """
 
 import os
@@ -28,20 +29,21 @@ from sipipe.linux import pidfd_open
 from sipipe.messages.start_records import GRACE_SECONDS
 
 STARTER = "SiPipeStarter"
-"""A thread that sleeps, and holds no lock."""
+"""Name of the thread that sleeps on the starter. It holds no lock, so it prevents no fork."""
 
 _orderly = threading.Event()
-"""Whether this process has an end of its own for that; nobody waits for it."""
+"""Set if this process ends in good order by itself when its starter is gone. Nobody waits for it."""
 _watching = False
+"""True once this process has the thread."""
 
 
 class Tied:
-    """A function that vLLM starts a process with, whose process ends with this one."""
+    """A function that vLLM makes the target of a process, which then ends with this process."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
         self.pid = os.getpid()
-        """The starter."""
+        """Process id of the starter."""
         self._starter = pidfd_open(self.pid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,9 +51,9 @@ class Tied:
         return self.run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """For a process that is spawned, which unpickles this before what the function is called
-        with. The function goes by its name: its module imports vLLM, for seconds in which the
-        starter may end."""
+        """Pickle for a process that is spawned, which unpickles this before the function's arguments.
+        The function goes by its name: its module imports vLLM, for seconds in which the starter may
+        end, and the thread has to watch by then."""
         popen: Any = get_spawning_popen()
         assert popen is not None, "it is the target of a process that is being spawned"
         starter = popen.duplicate_for_child(self._starter)
@@ -59,30 +61,34 @@ class Tied:
 
 
 def _begin_spawned(starter: int, module: str, name: str) -> Callable[..., Any]:
+    """Watch the starter in a spawned process; returns the function ``name`` of ``module``, which is
+    imported when it is called."""
     os.set_inheritable(starter, False)
     end_with_starter(starter)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        found: Any = import_module(module)
+        function: Any = import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        # SiPipe's plugin may have put one in its place here too.
-        return getattr(found, "run", found)(*args, **kwargs)
+            function = getattr(function, part)
+        # SiPipe's plugin may have put a `Tied` in the function's place in this process, too.
+        if isinstance(function, Tied):
+            function = function.run
+        return function(*args, **kwargs)
 
     return run
 
 
 def tied(run: Callable[..., Any]) -> Tied:
-    """``run``, or what stands in its place, tied to this process."""
+    """The function ``run``, whose processes end with this one. It may be tied already."""
     if isinstance(run, Tied):
         if run.pid == os.getpid():
             return run
-        run = run.run  # this process is a fork of the one that has tied it
+        run = run.run  # this process is a fork of the one that tied it
     return Tied(run)
 
 
 def end_with_starter(starter: int) -> None:
-    """End this process when the one that this descriptor means has ended."""
+    """End this process when its starter, of which ``starter`` is a descriptor (pidfd), has ended."""
     global _watching
 
     def watch() -> None:
@@ -97,6 +103,5 @@ def end_with_starter(starter: int) -> None:
 
 
 def ends_in_order() -> None:
-    """Called where this process ends its children itself when its starter has gone: it gets the
-    time for that."""
+    """Give this process time to end its children when its starter is gone, which it notices itself."""
     _orderly.set()

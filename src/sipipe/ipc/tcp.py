@@ -17,28 +17,34 @@ OTHER_PORT = (
     "choose another --master-port, or an address of this host (--master-addr on the main host, "
     "VLLM_HOST_IP on others)"
 )
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # BPF: return 0
-# TCP's states CLOSE, CLOSE_WAIT and LAST_ACK
-_CLOSED = 7
-_CLOSED_BY_PEER = (8, 9)
-
+_SO_ATTACH_FILTER = 26  # of <asm/socket.h>; Python's module has no name for it
+_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # a BPF program: return 0
+_CLOSED = 7  # TCP's state CLOSE
+_CLOSED_BY_PEER = (8, 9)  # TCP's states CLOSE_WAIT and LAST_ACK
 
 SAID_SECONDS = 10.0
-"""After which a host says again what it waits for."""
+"""Seconds after which a host says again what it waits for."""
 _RETRY_SECONDS = 1.0
+"""Seconds between two questions for a name."""
+_NO_NAME = re.compile(r"[\s/:@]|^[0-9.]*$|^-|\.\.")
+"""Words that can be no host's name: what is no address although it looks like one, and nothing."""
 
 
 def address_of(host: str, option: str, seconds: float, *, own: bool = False) -> str:
-    """The address of ``host``, which may be a name that comes to be within ``seconds``, as a pod's
-    does in Kubernetes after the pod; what is waited for is said every 10 s. ``own``: it has to be an
-    address of this host; what a name means may be that of an earlier one for a while.
+    """The address of ``host``. A name may come to be while this waits, as a pod's does in Kubernetes
+    after the pod. Every 10 s a line says what is waited for.
 
-    Raises ConfigError, which names ``option``: it can never be one. ResourceError: it was none in
-    time; the next try may find it."""
+    Args:
+        host: an address, or a name.
+        option: the option that names it, for messages.
+        seconds: bound of the wait.
+        own: the address has to be this host's. For a while a name may still mean an earlier one.
+
+    Raises ConfigError: ``host`` can never be an address. ResourceError: it had none in time; the next
+    try may find it."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
-        return _look_up(host)  # which asks nobody
+        return _look_up(host)  # no resolver is asked for an address
     except OSError as error:
         raise ConfigError(f"{option} {host}: no such address ({error})") from None
     except ValueError:
@@ -48,34 +54,31 @@ def address_of(host: str, option: str, seconds: float, *, own: bool = False) -> 
     return _wait_for_name(host, option, seconds, own)
 
 
-_NO_NAME = re.compile(r"[\s/:@]|^[0-9.]*$|^-|\.\.")
-"""What no name of a host has: addresses that are none too, and nothing at all."""
-
-
 def _wait_for_name(host: str, option: str, seconds: float, own: bool) -> str:
-    found: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
+    """The address of the name ``host``, as soon as there is one; as :func:`address_of`."""
+    answers: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
 
     def look_up() -> None:
         try:
-            found.put(_look_up(host))
+            answers.put(_look_up(host))
         except OSError as error:
-            found.put(error)
+            answers.put(error)
 
     began = time.monotonic()
-    said = began
+    told_at = began
     looking = False
-    why = "no answer from the resolver yet"
+    reason = "no answer from the resolver yet"
     while True:
         now = time.monotonic()
         if now - began >= seconds:
             raise ResourceError(
-                f"{option} {host}: {why}, after {seconds:g} s. Is the name right, and the host "
+                f"{option} {host}: {reason}, after {seconds:g} s. Is the name right, and the host "
                 'known to DNS or /etc/hosts? Raise "start_timeout" in the sipipe config if it '
                 "comes later"
             )
-        if now - said >= SAID_SECONDS:
-            said = now
-            tell(f"waits for {option} {host}, {now - began:.0f} s by now: {why}")
+        if now - told_at >= SAID_SECONDS:
+            told_at = now
+            tell(f"waits for {option} {host}, {now - began:.0f} s by now: {reason}")
         if not looking:
             looking = True
             # A thread, because the resolver may take half a minute, in which nothing would be said.
@@ -83,14 +86,14 @@ def _wait_for_name(host: str, option: str, seconds: float, own: bool) -> str:
         answer: str | OSError | None = None
         with suppress(queue.Empty):
             # wait: 10 s (`SAID_SECONDS`), then it says so, up to `start_timeout`; the resolver
-            answer = found.get(timeout=min(SAID_SECONDS, seconds))
+            answer = answers.get(timeout=min(SAID_SECONDS, seconds))
         if answer is None:
             continue
         looking = False
         if isinstance(answer, OSError):
-            why = f"no such host ({answer.strerror})"
+            reason = f"no such host ({answer.strerror})"
         elif own and not is_here(answer):
-            why = f"it is {answer}, which is not an address of this host"
+            reason = f"it is {answer}, which is not an address of this host"
         else:
             return answer
         # wait: 1 s, up to `start_timeout`; the name
@@ -98,12 +101,13 @@ def _wait_for_name(host: str, option: str, seconds: float, own: bool) -> str:
 
 
 def _look_up(host: str) -> str:
+    """The first address of ``host``. Raises OSError: it has none."""
     # wait: the resolver's (30 s on most systems); its answer
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def is_here(address: str) -> bool:
-    """Whether ``address`` is one of this host's, which alone can be listened on."""
+    """True if ``address`` is one of this host's. No other can be listened on."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
@@ -117,8 +121,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:
-    """A socket that listens; ``address`` "" stands for any. Raises ConfigError: the port is taken,
-    or the address is not this host's; ``mend`` says what to do."""
+    """A socket that listens on ``port`` of ``address``, or of any address if that is empty. Raises
+    ConfigError: the port is taken, or the address is not this host's; ``mend`` says what to do."""
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port {port} is none of 1 to 65535: {mend}")
     listener = socket.socket(_family(address))
@@ -129,19 +133,20 @@ def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        where = f"port {port}{' of ' if address else ''}{address}"
-        raise ConfigError(f"{where} cannot be listened on ({error.strerror}): {mend}") from None
+        place = f"port {port} of {address}" if address else f"port {port}"
+        raise ConfigError(f"{place} cannot be listened on ({error.strerror}): {mend}") from None
     return listener
 
 
 def check_port(address: str, port: int, mend: str) -> None:
-    """Raise what :func:`listen` does."""
+    """Raise as :func:`listen` would, but listen on nothing."""
     listen(address, port, mend).close()
 
 
 def deafen(listener: socket.socket) -> None:
-    """Have the kernel drop whatever comes to ``listener`` from now on, without touching what it has
-    accepted, as ZeroMQ's close would. A kernel without filters leaves it open to handshakes."""
+    """Have the kernel drop whatever comes to ``listener`` from now on. Connections that it has accepted
+    stay, which ZeroMQ would close with it. On a kernel without filters strangers still get as far as
+    the handshake."""
     code = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     program = struct.pack("HL", 1, ctypes.addressof(code))
     with suppress(OSError):
@@ -149,13 +154,18 @@ def deafen(listener: socket.socket) -> None:
 
 
 def what_was_seen(connection: socket.socket, heartbeat: float) -> str:
-    """How a connection ended, in which something came every ``heartbeat`` seconds."""
+    """The way in which ``connection`` ended, as a clause. Something came on it every ``heartbeat``
+    seconds while it lived."""
+    # `struct tcp_info`: its state, then the milliseconds since data were sent, an acknowledgement was
+    # sent, data came and an acknowledgement came.
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-    state, *milliseconds = struct.unpack("=B7x36x4I", info)
-    _, _, data, ack = (value / 1e3 for value in milliseconds)
+    state, _, _, data_ms, acknowledged_ms = struct.unpack("=B7x36x4I", info)
     if state in _CLOSED_BY_PEER:
         return "it closed the connection"
-    if data < 2 * heartbeat:
+    bound_ms = 2e3 * heartbeat
+    if data_ms < bound_ms:
         return "it reset the connection" if state == _CLOSED else "it broke the protocol"
-    silent = f"it was silent for {data:.1f} s"
-    return f"{silent}, while its machine answered" if ack < 2 * heartbeat else silent
+    silence = f"it was silent for {data_ms / 1e3:.1f} s"
+    if acknowledged_ms < bound_ms:
+        return f"{silence}, while its machine answered"
+    return silence
