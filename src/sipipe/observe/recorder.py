@@ -179,7 +179,8 @@ class Recorder:
         self.spill()
 
     def spill(self) -> None:
-        """Write what has been recorded since the last call to the file; any thread may call."""
+        """Write what has been recorded since the last call to the file. One thread at a time: the
+        queue has one reader."""
         data = [self._records.popleft() for _ in range(len(self._records))]
         now = time.monotonic_ns()
         cpu = time.process_time_ns()
