@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CHECKER = "twine==7.0.0"
 DRAW = """
 import sys
 import numpy as np
@@ -46,6 +47,7 @@ def main() -> None:
         wheel = next(folder.glob("*.whl"))
         code = {name.removeprefix("src/") for name in wanted if name.startswith("src/")}
         check("the wheel is complete", code <= set(zipfile.ZipFile(wheel).namelist()))
+        check("the package index takes both", accepted(folder, wheel))
         venv.create(folder / "venv", with_pip=True)
         binaries = folder / "venv" / "bin"
         run(str(binaries / "pip"), "install", "--quiet", str(wheel), cwd=folder)
@@ -59,6 +61,16 @@ def main() -> None:
     if FAILED:
         sys.exit(f"release: not ready: {', '.join(FAILED)}")
     print(f"release: {version[1]} is ready: tag it v{version[1]}, and upload what is built")
+
+
+def accepted(folder: Path, wheel: Path) -> bool:
+    """Whether metadata and README are as the package index wants them, by its own checker."""
+    venv.create(folder / "checker", with_pip=True)
+    binaries = folder / "checker" / "bin"
+    run(str(binaries / "pip"), "install", "--quiet", CHECKER, cwd=folder)
+    built = [str(wheel), *map(str, folder.glob("*.tar.gz"))]
+    command = [str(binaries / "twine"), "check", "--strict", *built]
+    return not subprocess.run(command, cwd=folder, check=False).returncode
 
 
 def check_tree(version: str) -> None:
