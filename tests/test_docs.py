@@ -34,6 +34,16 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
+def test_tests_that_compatibility_names_exist():
+    """`test_x.py` and `room/test_x.py` are below tests/engine, `tests/room` is below the root."""
+    page = (ROOT / "docs/compatibility.md").read_text()
+    names = re.findall(r"`((?:\w+/)*test_\w+\.py)`", page)
+    assert len(names) > 30
+    for name in names:
+        engine = ROOT / "tests/engine"
+        assert (ROOT / name).exists() or list(engine.rglob(name)), name
+
+
 def said() -> list[str]:
     """Every text of the code; what is put in when it runs is left out."""
     texts = []
