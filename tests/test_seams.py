@@ -110,6 +110,24 @@ vllm.v1.core.sched.scheduler:Scheduler.get_request_counts(self)
 vllm.v1.core.sched.scheduler:Scheduler.add_request(self, request)
 vllm.v1.core.sched.scheduler:Scheduler.get_num_unfinished_requests(self)
 vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request(self, request)
+# Streaming sessions.
+vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session(self, session, update)
+vllm.v1.core.sched.scheduler:Scheduler._enqueue_waiting_request(self, request)
+vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache(self, reset_running_requests, reset_connector)
+vllm.v1.core.sched.scheduler:Scheduler._request_blocks_can_be_freed(self, request)
+vllm.v1.core.sched.request_queue:RequestQueue.remove_requests(self, requests)
+vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request(self, request_id, input_stream, sampling_params)
+vllm.v1.engine.output_processor:RequestOutputCollector.put(self, output)
+vllm.v1.engine.output_processor:RequestOutputCollector.close(self)
+# What front ends are given.
+vllm.v1.engine.async_llm:AsyncLLM.add_request(self, request_id, prompt, params)
+vllm.v1.engine.async_llm:AsyncLLM.get_supported_tasks(self)
+vllm.v1.engine.llm_engine:LLMEngine.add_request(self, request_id, prompt, params)
+vllm.v1.engine.llm_engine:LLMEngine.get_supported_tasks(self)
+vllm.v1.engine.input_processor:InputProcessor._validate_params(self, params, supported_tasks)
+vllm.v1.engine.input_processor:InputProcessor._validate_lora(self, lora_request)
+vllm.v1.engine.input_processor:InputProcessor._validate_prompt_len(self, prompt_len, prompt_type)
+vllm.renderers.base:BaseRenderer.validate_token_ids(self, token_ids)
 # What a client is told of a request that fails, and what its seed comes from.
 vllm.v1.engine.async_llm:AsyncLLM.generate
 vllm.v1.engine.async_llm:AsyncLLM.shutdown(self, timeout)
@@ -260,6 +278,10 @@ vllm.entrypoints.common.cli_args:FrontendArgs: middleware
 # A server that ends: what of it the middleware asks.
 vllm.v1.engine.async_llm:AsyncLLM: engine_core errored output_handler output_processor
 vllm.v1.engine.core:EngineCoreProc: shutdown_state
+vllm.v1.engine.output_processor:OutputProcessor: external_req_ids
+vllm.v1.engine.input_processor:InputProcessor: renderer
+vllm.v1.core.sched.scheduler:Scheduler: num_waiting_for_streaming_input
+vllm.v1.request:Request: streaming_queue resumable num_output_placeholders
 vllm.v1.executor.abstract:Executor: is_sleeping
 vllm.v1.engine.core_client:MPClient: resources
 vllm.v1.engine.core_client:BackgroundResources: engine_manager

@@ -54,10 +54,10 @@ class Zeroer:
 class PreparingRunner(GPUModelRunner):
     """A stage in the middle of a pipeline, or the first one."""
 
-    def __init__(self, *, first=True):
+    def __init__(self, *, first=True, block_sizes=BLOCK_SIZES, requests=REQUESTS, tokens=TOKENS):
         install()
         self.device = cpu = torch.device("cpu")
-        self.max_num_reqs, self.max_num_tokens = REQUESTS, TOKENS
+        self.max_num_reqs, self.max_num_tokens = requests, tokens
         self.model_state, self.kv_block_zeroer = ModelState(), Zeroer()
         self.pooling_runner = self.encoder_cache = self.prompt_logprobs_worker = self.sampler = None
         self.pcp_manager = self.fast_prefill = self.adaptive_verification = None
@@ -68,16 +68,16 @@ class PreparingRunner(GPUModelRunner):
         self.is_last_pp_rank, self.use_pp = False, True
         self.num_speculative_steps, self.decode_query_len, self.dcp_size = 0, 1, 1
         with on_host():
-            self.req_states = RequestState(REQUESTS, MAX_LEN, TOKENS, 0, 1000, cpu)
+            self.req_states = RequestState(requests, MAX_LEN, tokens, 0, 1000, cpu)
             self.block_tables = BlockTables(
-                block_sizes=list(BLOCK_SIZES),
-                max_num_reqs=REQUESTS,
-                max_num_batched_tokens=TOKENS,
-                max_num_blocks_per_group=[MAX_LEN // size for size in BLOCK_SIZES],
+                block_sizes=list(block_sizes),
+                max_num_reqs=requests,
+                max_num_batched_tokens=tokens,
+                max_num_blocks_per_group=[MAX_LEN // size for size in block_sizes],
                 device=cpu,
             )
-        self.input_buffers = InputBuffers(REQUESTS, TOKENS, cpu)
-        self.pp_handler = TokenFeedback(REQUESTS)
+        self.input_buffers = InputBuffers(requests, tokens, cpu)
+        self.pp_handler = TokenFeedback(requests)
         self.pp_handler.states = self.req_states if first else None
         self.tokens = {}
         """Of a batch that was prepared without."""

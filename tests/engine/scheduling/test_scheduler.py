@@ -53,7 +53,7 @@ def configs(model):
     made = {}
 
     def make(stages: int, **options):
-        key = (stages, tuple(sorted(options.items())))
+        key = (stages, repr(sorted(options.items())))
         if key not in made:
             made[key] = EngineArgs(
                 model=model,
@@ -150,12 +150,16 @@ class Engine:
             self.preempted.extend(output.preempted_req_ids)
             assert output.total_num_scheduled_tokens <= self.scheduler.max_num_scheduled_tokens
             self.queue.append(output)
+            self._scheduled(output)
             executed = bool(output.num_scheduled_tokens)
             if len(self.queue) < self.depth and (executed or self.scheduler.has_requests()):
                 return output
         if self.queue:
             self._complete(self.queue.popleft())
         return output
+
+    def _scheduled(self, output) -> None:
+        """EngineCore hands an output to its executor here."""
 
     def steps(self, count: int) -> None:
         for _ in range(count):

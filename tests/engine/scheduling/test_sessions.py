@@ -1,83 +1,65 @@
 """Sessions, aborts, pauses, resets and ids used again, at random moments, against a scheduler ahead.
 
-The oracle: each token of a request is a function of its id, of the tokens before it, and of nothing
-else, so that a token which reaches another request, comes twice or is lost shows. vLLM's scheduler
-and its assertions run as they are.
+The oracle: each token is a function of all tokens before it (:mod:`.whole_engine`), so that one which
+reaches another request, comes twice or is lost shows. vLLM's scheduler and its assertions run as they
+are, and so does what prepares a worker's inputs.
 """
 
-import random
-from unittest.mock import Mock
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.engine.scheduling.test_scheduler import Engine, configs, model  # noqa: F401
-from vllm.sampling_params import SamplingParams
+from tests.engine.scheduling.test_scheduler import configs, model  # noqa: F401
+from tests.engine.scheduling.whole_engine import (
+    LENGTH,
+    SEATS,
+    WholeEngine,
+    continued,
+)
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from sipipe.engine.iteration.iterations import Iterations
-from sipipe.engine.iteration.observed_scheduler import observed
+from sipipe.engine.iteration.admission import REFUSED
 from sipipe.engine.scheduling.scheduler import AsyncPipelineScheduler, PipelineScheduler
 
-LENGTH = 64
 BLOCKS = 40
+FEW = 1 + 2 * (LENGTH // 16)
+"""Blocks for two whole sequences, and the null block."""
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+}
+SCHEDULERS = [PipelineScheduler, AsyncPipelineScheduler]
 
 
-class SessionEngine(Engine):
-    """An engine whose clients also hold sessions; ``answers`` are the ends of turns, by id."""
-
-    def __init__(self, cls, config) -> None:
-        super().__init__(observed(cls, Iterations(3, 999), Mock(), Mock()), config, blocks=BLOCKS)
-        self.scheduler.max_model_len = LENGTH
-        self.answers: dict[str, list[FinishReason]] = {}
-        update = self.scheduler.update_from_output
-
-        def update_and_note(*args):
-            outputs = update(*args)
-            for client in outputs.values():
-                for output in client.outputs:
-                    if output.finish_reason is not None:
-                        self.answers.setdefault(output.request_id, []).append(output.finish_reason)
-            return outputs
-
-        self.scheduler.update_from_output = update_and_note
-
-    def turn(self, id: str, prompt: int, output: int, *, last: bool = False) -> None:
-        """The next turn of a session, or its end."""
-        self.tokens.setdefault(id, [])
-        self.scheduler.add_request(
-            Request(
-                request_id=id,
-                prompt_token_ids=[random.Random(f"{id} {prompt}").randrange(1000)] * prompt,
-                sampling_params=SamplingParams(max_tokens=output, ignore_eos=True),
-                pooling_params=None,
-                block_hasher=self.hasher,
-                resumable=not last,
-            )
-        )
-
-    def abort(self, ids) -> None:
-        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-
-    def free_blocks(self) -> int:
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-
-@pytest.fixture(params=[PipelineScheduler, AsyncPipelineScheduler])
+@pytest.fixture(params=SCHEDULERS)
 def engine(request, configs):  # noqa: F811
-    return SessionEngine(request.param, configs(2))
+    return WholeEngine(request.param, configs(2), blocks=BLOCKS)
+
+
+@pytest.fixture(params=SCHEDULERS)
+def small(request, configs):  # noqa: F811
+    """An engine whose cache is full with two sequences."""
+    return WholeEngine(request.param, configs(2, enable_prefix_caching=False), blocks=FEW)
 
 
 def test_turns_of_a_session_end_with_their_tokens(engine):
-    engine.turn("s", 10, 3)
+    first = engine.turn("s", 10, 3)
     engine.run()
-    engine.turn("s", 5, 4)
+    assert engine.tokens["s"] == continued(first, 3)
+    second = engine.turn("s", 5, 4)
     engine.run()
     assert engine.answers["s"] == [FinishReason.LENGTH] * 2
-    assert len(engine.tokens["s"]) == 7
+    history = [*first, *engine.tokens["s"][:2], *second]
+    assert engine.tokens["s"][3:] == continued(history, 4)
 
 
 @pytest.mark.parametrize("prompt", [LENGTH - 12, LENGTH - 11, LENGTH])
@@ -125,53 +107,234 @@ def test_an_id_that_is_used_again_gets_none_of_the_tokens_of_the_first(engine, s
     engine.steps(steps)
     engine.abort("s")
     drawn = len(engine.tokens["s"])
-    engine.turn("s", 7, 4)
+    prompt = engine.turn("s", 7, 4)
     engine.run()
-    name = Mock(request_id="s")
-    assert engine.tokens["s"][drawn:] == [engine._token(name, 7 + i) for i in range(4)]
+    assert engine.tokens["s"][drawn:] == continued(prompt, 4)
 
 
-class Sessions(RuleBasedStateMachine):
+# -- sessions that are preempted, and blocks that they hold between their turns --------------------
+
+
+@pytest.mark.parametrize("waits", ["nothing", "a turn", "the end"])
+def test_a_turn_that_ends_while_its_session_is_preempted_ends_with_all_its_tokens(configs, waits):  # noqa: F811
+    """The last token comes when the session has lost its blocks, and is back in the queue."""
+    engine = WholeEngine(AsyncPipelineScheduler, configs(2), blocks=BLOCKS)
+    scheduler = engine.scheduler
+    first = engine.turn("s", 10, 2)
+    session = scheduler.requests["s"]
+    while session.num_output_tokens < 1 or not session.num_in_flight_tokens:
+        engine.step()
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, 0.0)
+    second = []
+    if waits == "a turn":
+        second = engine.turn("s", 5, 3)
+    if waits == "the end":
+        engine.turn("s", 1, 1, last=True)
+    engine.run()
+    if waits != "the end":
+        second = second or engine.turn("s", 5, 3)
+        engine.run()
+        drawn = continued(first, 2)
+        history = [*first, drawn[0], *second]
+        assert engine.tokens["s"] == [*drawn, *continued(history, 3)]
+        engine.turn("s", 1, 1, last=True)
+        engine.run()
+    assert not scheduler.requests
+    assert engine.free_blocks() == BLOCKS - 1
+
+
+def test_sessions_that_each_hold_what_the_other_needs_both_go_on(small):
+    """Together their second turns need more blocks than there are."""
+    texts = {id: small.turn(id, 30, 3) for id in "ab"}
+    small.run()
+    assert small.free_blocks() == 4
+    for id, text in texts.items():
+        text += continued(text, 2)
+        text += small.turn(id, 28, 3)
+    small.run()
+    for id, text in texts.items():
+        assert small.answers[id] == [FinishReason.LENGTH] * 2
+        assert small.tokens[id][3:] == continued(text, 3)
+
+
+def test_a_request_does_not_wait_for_sessions_whose_clients_are_silent(small):
+    for id in "ab":
+        small.turn(id, 60, 3)
+        small.run()
+    assert small.free_blocks() == 0
+    small.add("r", 40, 3)
+    small.run()
+    assert len(small.tokens["r"]) == 3
+    assert small.scheduler.requests["a"].num_computed_tokens == 0, "silent for longest"
+    assert small.scheduler.requests["b"].num_computed_tokens > 0
+
+
+def test_more_sessions_than_seats_do_not_keep_others_from_theirs(engine):
+    for index in range(SEATS + 3):
+        engine.turn(f"s{index}", 5, 2)
+        engine.run()
+    engine.add("r", 5, 3)
+    engine.run()
+    assert len(engine.tokens["r"]) == 3
+    for index in range(SEATS + 3):
+        engine.turn(f"s{index}", 5, 2)
+    engine.run()
+    for index in range(SEATS + 3):
+        assert engine.answers[f"s{index}"] == [FinishReason.LENGTH] * 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_prefix_cache_is_reset_though_sessions_hold_blocks(engine, waits):
+    text = engine.turn("s", 30, 3)
+    engine.run()
+    text += continued(text, 2)
+    if waits:
+        text += engine.turn("s", 5, 4)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.free_blocks() == BLOCKS - 1
+    if not waits:
+        text += engine.turn("s", 5, 4)
+    engine.run()
+    assert engine.tokens["s"][3:] == continued(text, 4)
+
+
+def test_a_pause_that_waits_counts_what_runs_beside_sessions_without_blocks(engine):
+    engine.turn("s", 30, 3)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.add("r", 5, 20)
+    engine.steps(3)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert engine.scheduler.get_num_unfinished_requests() == 1
+    engine.run()
+    assert len(engine.tokens["r"]) == 20
+
+
+# -- what is refused, each alone ------------------------------------------------------------------
+
+
+def adapter(number: int) -> LoRARequest:
+    return LoRARequest(f"adapter{number}", number, f"/nowhere/{number}")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"grammar": "[a-z]+"}, "structured outputs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"lora_request": adapter(1)}, "LoRA"),
+        ({"prompt": 0}, "no tokens"),
+    ],
+)
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_turn_that_cannot_be_served_ends_its_session_alone(engine, options, words, busy):
+    options = dict(options)
+    engine.add("r", 5, 20)
+    engine.turn("s", 10, 30)
+    engine.steps(4) if busy else engine.run()
+    engine.turn("s", options.pop("prompt", 5), 4, **options)
+    engine.run()
+    assert engine.answers["s"][-1] == FinishReason.ERROR
+    assert engine.errors["s"].startswith(REFUSED)
+    assert words in engine.errors["s"]
+    assert len(engine.tokens["r"]) == 20
+    assert not engine.scheduler.requests
+    assert engine.free_blocks() == BLOCKS - 1
+
+
+@pytest.mark.parametrize("prompt", [0, 1024, 5000])
+def test_a_prompt_that_no_worker_has_room_for_is_refused_at_the_engine(engine, prompt):
+    """The front end's check is passed by with a ready ``EngineCoreRequest``."""
+    engine.add("r", prompt, 5)
+    engine.run()
+    assert engine.errors["r"].startswith(REFUSED)
+    assert not engine.scheduler.requests
+
+
+def test_an_id_that_is_in_use_is_refused_and_the_first_one_goes_on(engine, caplog):
+    engine.add("r", 5, 20)
+    engine.turn("s", 5, 20)
+    engine.steps(3)
+    with caplog.at_level(logging.ERROR):
+        engine.add_again("r", client=1)
+        engine.add_again("s", client=1)
+        engine.add_again("r", client=0)
+    engine.run()
+    assert len(engine.tokens["r"]) == 20
+    assert len(engine.tokens["s"]) == 20
+    assert engine.told[1] == ["r", "s"]
+    assert "in use" in engine.errors["r"]
+
+
+# -- everything at random moments -----------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """What a session's client expects."""
+
+    text: list[int] = field(default_factory=list)
+    """All its tokens so far, but for the last one drawn of a turn."""
+    turns: list[tuple[list[int], int]] = field(default_factory=list)
+    """Prompts and numbers of tokens that are asked for and not answered."""
+
+
+class Clients(RuleBasedStateMachine):
     """Clients of one engine. Plain requests are ``r0``, ``r1``, …; sessions ``s0``, ``s1``, …"""
 
     scheduler = AsyncPipelineScheduler
     config = None
+    blocks = BLOCKS
+    drafts = 0
+    adapters = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = SessionEngine(self.scheduler, self.config)
-        self.plain: dict[str, int] = {}
+        self.engine = WholeEngine(
+            self.scheduler, self.config, blocks=self.blocks, drafts=self.drafts
+        )
+        self.plain: dict[str, list[int]] = {}
         """Tokens that each plain request is to get."""
-        self.prompts: dict[str, int] = {}
         self.aborted: set[str] = set()
-        self.sessions: set[str] = set()
+        self.sessions: dict[str, Session] = {}
+        self.seen: defaultdict[str, int] = defaultdict(int)
+        """Answers of each session that have been compared."""
+        self.read: defaultdict[str, int] = defaultdict(int)
+        """Tokens of each session that have been compared."""
+
+    def lora(self, number: int) -> dict:
+        return {"lora_request": adapter(1 + number % self.adapters)} if self.adapters else {}
 
     @rule(prompt=st.integers(1, 40), output=st.integers(1, 12))
     def add(self, prompt, output):
         id = f"r{len(self.plain)}"
-        self.plain[id] = min(output, LENGTH - prompt)
-        self.prompts[id] = prompt
-        self.engine.add(id, prompt, output)
+        request = self.engine.add(id, prompt, output, **self.lora(len(self.plain)))
+        self.plain[id] = continued(request.prompt_token_ids, min(output, LENGTH - prompt))
 
-    @rule(number=st.integers(0, 2), prompt=st.integers(1, 30), output=st.integers(1, 8))
+    @rule(number=st.integers(0, 6), prompt=st.integers(1, 30), output=st.integers(1, 8))
     def turn(self, number, prompt, output):
-        self.sessions.add(f"s{number}")
-        self.engine.turn(f"s{number}", prompt, output)
+        id = f"s{number}"
+        if id not in self.sessions:
+            self.sessions[id] = Session()
+            self.seen[id] = len(self.engine.answers[id])
+            self.read[id] = len(self.engine.tokens.get(id, ()))
+        tokens = self.engine.turn(id, prompt, output, **self.lora(number))
+        self.sessions[id].turns.append((tokens, output))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def end(self, data):
         id = data.draw(st.sampled_from(sorted(self.sessions)))
-        self.sessions.discard(id)
-        if id in self.engine.scheduler.requests:
-            self.engine.turn(id, 1, 1, last=True)
+        if not self.sessions[id].turns:
+            self._end(id)
 
     @precondition(lambda self: self.engine.scheduler.requests)
     @rule(data=st.data())
     def abort(self, data):
         id = data.draw(st.sampled_from(sorted(self.engine.scheduler.requests)))
         self.aborted.add(id)
-        self.sessions.discard(id)
+        self.sessions.pop(id, None)
         self.engine.abort(id)
 
     @rule()
@@ -191,11 +354,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        """vLLM refuses it to its caller while a session holds blocks between two turns."""
-        try:
-            self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        except RuntimeError:
-            assert any(id.startswith("s") for id in self.engine.scheduler.requests)
+        assert self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -203,31 +362,58 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_possible(self):
-        for request in self.engine.scheduler.requests.values():
+        scheduler = self.engine.scheduler
+        assert scheduler.get_num_unfinished_requests() >= 0
+        assert scheduler.num_waiting_for_streaming_input >= 0
+        for request in scheduler.requests.values():
             assert request.num_output_placeholders >= 0
             assert 0 <= request.num_computed_tokens <= LENGTH
 
+    @invariant()
+    def turns_are_answered_in_their_order(self):
+        for id, session in self.sessions.items():
+            answers = self.engine.answers[id][self.seen[id] :]
+            for _ in answers:
+                self._compare(id, session)
+            self.seen[id] += len(answers)
+
+    def _compare(self, id: str, session: Session) -> None:
+        """One answer of a session; tokens of the next turn may be there too."""
+        prompt, output = session.turns.pop(0)
+        room = LENGTH - len(session.text) - len(prompt)
+        if room < 1:
+            return
+        session.text += prompt
+        expected = continued(session.text, min(output, room))
+        first = self.read[id]
+        self.read[id] += len(expected)
+        assert self.engine.tokens[id][first : self.read[id]] == expected
+        session.text += expected[:-1]
+
+    def _end(self, id: str) -> None:
+        del self.sessions[id]
+        if id in self.engine.scheduler.requests:
+            self.engine.turn(id, 1, 1, last=True)
+
     def teardown(self):
-        """All that is left ends, each plain request with its own tokens, and every block is free."""
+        """All that is left ends, each with its own tokens, and every block is free."""
         engine = self.engine
         engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-        for id in self.sessions:
-            if id in engine.scheduler.requests:
-                engine.turn(id, 1, 1, last=True)
+        engine.run(4000)
+        self.turns_are_answered_in_their_order()
+        for id, session in list(self.sessions.items()):
+            assert not session.turns, f"turns of {id} are not answered"
+            self._end(id)
         engine.run(4000)
         assert not engine.scheduler.requests
-        assert engine.free_blocks() == BLOCKS - 1
-        for id, count in self.plain.items():
+        assert engine.free_blocks() == self.blocks - 1
+        for id, tokens in self.plain.items():
             if id not in self.aborted:
-                name = Mock(request_id=id)
-                prompt = self.prompts[id]
-                assert engine.tokens[id] == [engine._token(name, prompt + i) for i in range(count)]
+                assert engine.tokens[id] == tokens
 
 
-@pytest.mark.parametrize("scheduler", [PipelineScheduler, AsyncPipelineScheduler])
-def test_random_clients_leave_an_engine_whole(configs, scheduler):  # noqa: F811
-    machine = type(scheduler.__name__, (Sessions,), {"scheduler": scheduler, "config": configs(2)})
-    case = machine.TestCase
+def random_clients(**attributes):
+    case = type("Case", (Clients,), attributes).TestCase
     case.settings = settings(
         max_examples=60,
         stateful_step_count=40,
@@ -235,3 +421,25 @@ def test_random_clients_leave_an_engine_whole(configs, scheduler):  # noqa: F811
         suppress_health_check=list(HealthCheck),
     )
     case().runTest()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("blocks", [BLOCKS, FEW])
+def test_random_clients_leave_an_engine_whole(configs, scheduler, blocks):  # noqa: F811
+    random_clients(scheduler=scheduler, config=configs(2), blocks=blocks)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("blocks", [BLOCKS, FEW])
+def test_random_clients_get_the_same_tokens_with_drafts(configs, blocks):  # noqa: F811
+    """An engine with drafts is not ahead."""
+    config = configs(2, speculative_config=DRAFTS)
+    random_clients(scheduler=PipelineScheduler, config=config, blocks=blocks, drafts=4)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_random_clients_with_more_adapters_than_a_batch_has_room_for(configs, scheduler):  # noqa: F811
+    config = configs(2, enable_lora=True, max_loras=1, max_lora_rank=8)
+    random_clients(scheduler=scheduler, config=config, blocks=FEW, adapters=3)

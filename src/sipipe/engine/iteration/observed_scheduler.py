@@ -77,8 +77,9 @@ class ObservedScheduler(SessionScheduler):
             self._kv_loads = KVLoads(connector, block_size=self.block_size, groups=groups)  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
-        self.tracker.arrived(request.request_id)
         super().add_request(request)
+        if request.request_id in self.requests:  # it was not refused
+            self.tracker.arrived(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()

@@ -10,7 +10,7 @@ Guarantees
 import collections
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,11 +25,17 @@ from sipipe.engine.iteration.iteration import Iteration
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.engine.iteration.work import Work
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import decode_sampled, int32_view
 from sipipe.observe.phases import Phase
+
+NO_ANSWER = (
+    "no token came back for it, and no reason: this is a fault of SiPipe's, please report it"
+)
+"""Why a request fails whose token was drawn by nobody."""
 
 
 @dataclass
@@ -145,6 +151,7 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     report = iteration.answers.report
     outcome = iteration.outcome
     if report is not None and report.output is not None:
+        outcome.errors |= _unanswered(work, report.output, outcome.errors)
         return report.output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
@@ -172,11 +179,27 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         """Scores by request; the scheduler takes none of one that fails."""
         return {of: value for of, value in dict(scores).items() if of not in outcome.errors}
 
-    return ModelRunnerOutput(
+    output = ModelRunnerOutput(
         req_ids=work.request_ids,
         req_id_to_index=index,
         sampled_token_ids=tokens,
         logprobs=SampledLogprobs(logprobs) if logprobs else None,
-        prompt_logprobs_dict=of_good(report.prompt_logprobs if report else ()),
-        prompt_token_id_logprobs_dict=of_good(report.prompt_scores if report else ()),
     )
+    outcome.errors |= _unanswered(work, output, outcome.errors)
+    output.prompt_logprobs_dict = of_good(report.prompt_logprobs if report else ())
+    output.prompt_token_id_logprobs_dict = of_good(report.prompt_scores if report else ())
+    return output
+
+
+def _unanswered(work: Work, output: ModelRunnerOutput, errors: Mapping[str, str]) -> dict[str, str]:
+    """Requests of which a row was to be drawn and no token came, with no reason: each would wait for
+    ever. A pooling model has no tokens."""
+    if not output.sampled_token_ids:
+        return {}
+    tokens = output.sampled_token_ids
+    index = output.req_id_to_index
+    return {
+        request_id: NO_ANSWER
+        for request_id in (*work.sampled, *work.on_device)
+        if request_id not in errors and not tokens[index[request_id]]
+    }

@@ -147,11 +147,15 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     from sipipe.engine.setup.vllm_config import PipelineVllmConfig
     from sipipe.engine.start.drain import tell_left_over
     from sipipe.engine.start.ends import say_cause_last, watch_ends
+    from sipipe.engine.start.new_requests import check_new_requests
+    from sipipe.engine.start.sessions import end_turns_with_their_session
     from sipipe.observe import metrics
 
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     metrics.register()
     tell_clients_why()
+    check_new_requests()
+    end_turns_with_their_session()
     tell_left_over()
     watch_ends()
     if _is_vllms_command() and parent_process() is None:
@@ -293,11 +297,12 @@ def tell_clients_why() -> None:
     """Have ``AsyncLLM.generate`` raise why a request failed, as it raises what is wrong with one.
     The scheduler puts the reason where vLLM has that of a stop (``ObservedScheduler``); the server
     looks at the finish reason only, unless it is raised. A grammar that does not compile is the
-    client's error (status 400), as vLLM 0.33 has it."""
+    client's error (status 400), as vLLM 0.33 has it, and so is what the engine refuses."""
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineGenerateError
 
+    from sipipe.engine.iteration.admission import REFUSED
     from sipipe.engine.scheduling.compilations import INVALID
     from sipipe.engine.start.drain import EndedFirstError, is_ending
     from sipipe.engine.start.sessions import checked_turns, ends_session, is_session
@@ -325,7 +330,7 @@ def tell_clients_why() -> None:
                             raise EndedFirstError  # it came as the engine was told to end
                         if sequence.finish_reason == "error" and sequence.stop_reason:
                             why = sequence.stop_reason
-                            refused = why.startswith(INVALID)
+                            refused = why.startswith((INVALID, REFUSED))
                             raise VLLMValidationError(why) if refused else GenerationError(why)
                     yield output
                     if session and ends_session(output):

@@ -6,9 +6,12 @@ Who runs here: the event loop of an API server or of a program that has an ``Asy
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import wraps
 from typing import Any
 
-FROM_THE_FIRST_TURN = ("logprobs", "prompt_logprobs", "detokenize")
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+FROM_THE_FIRST_TURN = ("logprobs", "detokenize")
 """Parameters that vLLM's output processor reads from a session's first turn alone. Of a later turn
 that has others an assertion fails, in the handler that all requests share."""
 
@@ -45,3 +48,46 @@ def ends_session(output: Any) -> bool:
     """Say if ``output`` is the last of a session that was aborted, as a pause does: vLLM calls it
     unfinished, because its turns have not ended, and its client would wait for ever."""
     return any(sequence.finish_reason == "abort" for sequence in output.outputs)
+
+
+class SessionOutputs(RequestOutputCollector):
+    """Outputs of a session, whose turns end with it.
+
+    vLLM goes on to take turns of a session that was aborted until its client has read of that. A turn
+    which comes behind the abort makes a session anew, without what was said before, which nobody ends
+    and which keeps its KV cache blocks. Here an abort ends the taking of turns at once, and its output
+    is the last one.
+
+    Rejected: looking at each output where it is yielded. A client that reads none meanwhile gets the
+    abort and what came behind it as one output.
+    """
+
+    aborted = False
+
+    def put(self, output: Any) -> None:
+        """Keep an output for the client, but behind an abort."""
+        if self.aborted:
+            return
+        super().put(output)
+        if not isinstance(output, Exception) and ends_session(output):
+            self.aborted = True
+            self.close()  # the task that takes turns
+
+
+def end_turns_with_their_session() -> None:
+    """Have an ``AsyncLLM`` collect a session's outputs in :class:`SessionOutputs`. Safe to call again."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    add = AsyncLLM._add_streaming_input_request
+    if getattr(add, "__sipipe__", False):
+        return
+
+    @wraps(add)
+    async def add_session(self: Any, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        collector: RequestOutputCollector = await add(self, *args, **kwargs)
+        # vLLM makes the object, and its task has it already; that has not run yet.
+        collector.__class__ = SessionOutputs
+        return collector
+
+    add_session.__sipipe__ = True  # type: ignore[attr-defined]
+    AsyncLLM._add_streaming_input_request = add_session

@@ -1,0 +1,94 @@
+"""What the engine refuses of the requests that it is given, before its scheduler sees them.
+
+vLLM's front end checks prompts and parameters. What it has not checked (a ready ``EngineCoreRequest``,
+another front end, the later turns of a streaming session) would be met by an assertion, in the
+scheduler or in a worker, which ends the engine for everybody. Here it ends that request alone, and
+its client is told why in one line.
+"""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.v1.request import Request
+
+REFUSED = "Invalid request: "
+"""Beginning of a sentence to a client about its own request; a server answers with status 400."""
+
+
+def refusal(request: Request, known: Request | None, vllm_config: VllmConfig) -> str:
+    """Why ``request`` cannot be served; empty where it can. ``known`` has its id and has not left: a
+    streaming session whose next turn this is, or whose end."""
+    if known is not None:
+        return _refusal_of_turn(request, known) or _refusal_of_tokens(request, vllm_config)
+    return (
+        _refusal_of_session(request)
+        or _refusal_of_prompt(request, vllm_config)
+        or _refusal_of_tokens(request, vllm_config)
+    )
+
+
+def is_duplicate(request: Request, known: Request | None) -> bool:
+    """Say if the id of ``request`` is that of a live request which it is no turn of."""
+    if known is None or known.is_finished():
+        return False
+    return known.streaming_queue is None or known.client_index != request.client_index
+
+
+def _refusal_of_turn(request: Request, session: Request) -> str:
+    if session.is_finished():
+        return (
+            f"request id {request.request_id} is that of a request whose KV cache blocks are still "
+            "being handed over: take another id, or try again later"
+        )
+    if not request.resumable:  # the session's end
+        return ""
+    if reason := _refusal_of_session(request):
+        return reason
+    if request.num_prompt_tokens == 0:
+        return "a turn of a session has no tokens"
+    if request.lora_request != session.lora_request:
+        return "a session has the LoRA adapter of its first turn: begin another session"
+    return ""
+
+
+def _refusal_of_session(request: Request) -> str:
+    """Why ``request`` can be no turn of a session."""
+    if not request.resumable:
+        return ""
+    params = request.sampling_params
+    if params is None:
+        return "a session generates: pooling is for requests of one prompt"
+    if request.prompt_token_ids is None:
+        return "a session takes prompts of tokens, no embeddings"
+    if request.use_structured_output:
+        # vLLM keeps the grammar of the first turn, in the state in which that turn has left it.
+        return "structured outputs are not for sessions: send this turn as a request of its own"
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        # The row that predicts a later turn's first token was computed in the turn before.
+        return "prompt_logprobs are not for sessions: send this turn as a request of its own"
+    return ""
+
+
+def _refusal_of_prompt(request: Request, vllm_config: VllmConfig) -> str:
+    model = vllm_config.model_config
+    length = request.num_prompt_tokens
+    room = model.max_model_len - (model.runner_type == "generate")
+    if length == 0:
+        return "the prompt has no tokens"
+    if length > room:
+        return (
+            f"the prompt has {length} tokens, and --max-model-len {model.max_model_len} has room for "
+            f"{room}: shorten it, or raise --max-model-len"
+        )
+    return ""
+
+
+def _refusal_of_tokens(request: Request, vllm_config: VllmConfig) -> str:
+    """Why the prompt's tokens cannot be embedded. With a tokenizer vLLM's front end has looked."""
+    model = vllm_config.model_config
+    if not model.skip_tokenizer_init or request.mm_features or not request.prompt_token_ids:
+        return ""
+    size = model.get_vocab_size()
+    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= size:
+        return f"the prompt has a token that is none of the model's {size}"
+    return ""

@@ -1,0 +1,89 @@
+"""Requests at the front end whose fault vLLM meets only in the engine, where it ends all of them.
+
+- An id that a live request has: only where ``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`` is set. vLLM
+  takes the second request for the next turn of the first.
+- A ready ``EngineCoreRequest``, whose prompt and parameters vLLM does not check.
+
+Both are refused to who brings them. What another front end sends meets the same checks in the engine
+(:mod:`sipipe.engine.iteration.admission`), but for those that cost time by a prompt's length.
+
+Who runs here: the event loop's thread of an ``AsyncLLM``, or the thread that calls an ``LLMEngine``.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from vllm import envs
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def check_new_requests() -> None:
+    """Have both of vLLM's front ends check what they are given. Safe to call again."""
+    if getattr(AsyncLLM.add_request, "__sipipe__", False):
+        return
+    add_async = AsyncLLM.add_request
+    add = LLMEngine.add_request
+
+    @wraps(add_async)
+    async def add_request_async(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(prompt, EngineCoreRequest):
+            request_id = prompt.request_id
+            _check_ready(self, prompt, await self.get_supported_tasks())
+        if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+            return await add_async(self, request_id, prompt, params, *args, **kwargs)
+        # vLLM knows the id once the prompt is tokenized; another request may come before that.
+        coming = self.__dict__.setdefault("_sipipe_coming_ids", set())
+        _check_id(self, request_id, coming)
+        coming.add(request_id)
+        try:
+            return await add_async(self, request_id, prompt, params, *args, **kwargs)
+        finally:
+            coming.discard(request_id)
+
+    @wraps(add)
+    def add_request(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(prompt, EngineCoreRequest):
+            request_id = prompt.request_id
+            _check_ready(self, prompt, self.get_supported_tasks())
+        if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+            _check_id(self, request_id, set())
+        return add(self, request_id, prompt, params, *args, **kwargs)
+
+    add_request_async.__sipipe__ = True  # type: ignore[attr-defined]
+    AsyncLLM.add_request = add_request_async
+    LLMEngine.add_request = add_request
+
+
+def _check_id(engine: Any, request_id: str, coming: set[str]) -> None:
+    """Raise VLLMValidationError if a request of that id lives, or is being added."""
+    if request_id in engine.output_processor.external_req_ids or request_id in coming:
+        raise VLLMValidationError(
+            f"request id {request_id} is in use: give each request an id of its own, or unset "
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+        )
+
+
+def _check_ready(engine: Any, request: EngineCoreRequest, tasks: Any) -> None:
+    """Check a ready request by vLLM's own checks of others. Raises VLLMValidationError."""
+    if request.resumable:
+        raise VLLMValidationError(
+            "a session is given as its turns, a generator of StreamingInput, not as a ready request"
+        )
+    processor = engine.input_processor
+    processor._validate_params(request.params, tasks)
+    processor._validate_lora(request.lora_request)
+    embeds = request.prompt_embeds
+    tokens = request.prompt_token_ids
+    length = len(embeds) if embeds is not None else len(tokens or ())
+    processor._validate_prompt_len(length, "decoder")
+    if tokens and embeds is None:
+        processor.renderer.validate_token_ids(tokens)
