@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from sipipe.engine.iteration import stall
 from sipipe.engine.iteration.calls import Calls
 from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
-from sipipe.engine.iteration.resolve import build_output
+from sipipe.engine.iteration.resolve import NO_ANSWER, build_output
 from sipipe.engine.iteration.stall import StallClock, StallWatch
 from sipipe.engine.iteration.work import Work
 from sipipe.errors import StallError
@@ -222,6 +223,23 @@ def test_an_output_has_every_row_of_a_request_in_order_and_its_own_logprobs():
     assert found.logprobs.slice_request(0, 0) is None
     assert iteration.outcome.drafts == {"a": [7, 0]}
     assert not iteration.outcome.errors
+
+
+@pytest.mark.parametrize("by_device", [False, True])
+def test_a_request_whose_token_is_lost_without_a_word_fails_by_name(by_device):
+    """It would wait for ever, and a later iteration would lack its token."""
+    iteration = begin(Iterations(3, 99), DRAWN)
+    if by_device:
+        output = ModelRunnerOutput(
+            req_ids=DRAWN.request_ids,
+            req_id_to_index={name: index for index, name in enumerate(DRAWN.request_ids)},
+            sampled_token_ids=[[5], [], []],
+        )
+        iteration.answers.report = IterationReport(iteration=0, output=output)
+    else:
+        iteration.answers.tokens = [Sampled(0, int32_bytes([0]), int32_bytes([5]))]
+    assert build_output(iteration).sampled_token_ids == [[5], [], []]
+    assert iteration.outcome.errors == {"c": NO_ANSWER}
 
 
 def test_requests_without_a_token_are_errors_of_their_own():

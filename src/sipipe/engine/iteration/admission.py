@@ -1,4 +1,4 @@
-"""What the engine refuses of the requests that it is given, before its scheduler sees them.
+"""Requests that the engine refuses, each alone, before its scheduler sees them.
 
 vLLM's front end checks prompts and parameters. What it has not checked (a ready ``EngineCoreRequest``,
 another front end, the later turns of a streaming session) would be met by an assertion, in the

@@ -67,7 +67,7 @@ class ObservedScheduler(SessionScheduler):
         self._compilations: Compilations | None = None
         """None: of a scheduler that has no grammars."""
         if (manager := getattr(self, "structured_output_manager", None)) is not None:
-            self._compilations = compile_beside(manager, self.vllm_config)  # type: ignore[attr-defined]
+            self._compilations = compile_beside(manager, self.vllm_config)
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
         self._kv_loads: KVLoads | None = None
@@ -87,7 +87,7 @@ class ObservedScheduler(SessionScheduler):
         self._speculation.fit()
         if self._compilations is not None:
             self._compilations.sweep()
-        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
         if self._kv_loads is not None:
             output.kv_loads = self._kv_loads.take()
         if output.total_num_scheduled_tokens:
@@ -98,7 +98,7 @@ class ObservedScheduler(SessionScheduler):
             if self._times is not None:
                 self._times.expect(iteration)
             for new in output.scheduled_new_reqs:  # a preempted one is new once more
-                if new.sampling_params and not self.requests[new.req_id].num_output_tokens:  # type: ignore[attr-defined]
+                if new.sampling_params and not self.requests[new.req_id].num_output_tokens:
                     self._tokenless.add(new.req_id)
         return output
 
@@ -112,7 +112,7 @@ class ObservedScheduler(SessionScheduler):
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
             # One that is scheduled once more already may have failed before.
-            failing = {name: errors[name] for name in errors if name in self.requests}  # type: ignore[attr-defined]
+            failing = {name: errors[name] for name in errors if name in self.requests}
             for request_id, reason in failing.items():
                 errors[request_id] = failing[request_id] = self._explaining(
                     reason, self._explained, request_id, reason
@@ -141,7 +141,7 @@ class ObservedScheduler(SessionScheduler):
 
     def _explained(self, request_id: str, reason: str) -> str:
         """``reason``, why a request has no token; or that its grammar allows none."""
-        structured = self.requests[request_id].structured_output_request  # type: ignore[attr-defined]
+        structured = self.requests[request_id].structured_output_request
         if structured is None or not reason.startswith(NOTHING_LEFT):
             return reason
         if not allows_nothing(self.structured_output_manager, structured.grammar):  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ class ObservedScheduler(SessionScheduler):
             return {}
         reasons = {}
         for request_id in failing:
-            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            request = self.requests.get(request_id)
             structured = request.structured_output_request if request is not None else None
             if structured is not None and isinstance(structured.grammar, Exception):
                 reasons[request_id] = f"{INVALID}{structured.grammar}"
@@ -177,11 +177,11 @@ class ObservedScheduler(SessionScheduler):
         )
         if not self.recompute_kv_load_failures:  # type: ignore[attr-defined]
             return failed
-        for request in [one for one in reversed(self.running) if one.request_id in failed]:  # type: ignore[attr-defined]
+        for request in [one for one in reversed(self.running) if one.request_id in failed]:
             (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)  # type: ignore[attr-defined]
             first = request.num_computed_tokens // self.block_size  # type: ignore[attr-defined]
             self.kv_cache_manager.evict_blocks(set(blocks[first:]))  # type: ignore[attr-defined]
-            self.running.remove(request)  # type: ignore[attr-defined]
+            self.running.remove(request)
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
             self._forgive(request.request_id)
         return failed
@@ -219,7 +219,7 @@ class ObservedScheduler(SessionScheduler):
         now = time.time()
         live = self.telemetry.live
         for request_id in list(self._tokenless):
-            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            request = self.requests.get(request_id)
             index = output.req_id_to_index.get(request_id)
             if request is None:
                 self._tokenless.discard(request_id)

@@ -151,7 +151,7 @@ class SessionMemory:
 
 
 def _first_to_go(sessions: list[Request]) -> Request:
-    """Of sessions that do not run: one without a turn, and silent for longest; else the youngest turn."""
+    """Pick one without a turn, whose client has been silent for longest; else the youngest turn."""
     without_turn = [
         session for session in sessions if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
     ]
