@@ -10,7 +10,7 @@ Guarantees
 import collections
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -151,8 +151,11 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     report = iteration.answers.report
     outcome = iteration.outcome
     if report is not None and report.output is not None:
-        outcome.errors |= _unanswered(work, report.output, outcome.errors)
-        return report.output
+        said = report.output
+        outcome.errors |= _unanswered(
+            work, said.req_id_to_index, said.sampled_token_ids, outcome.errors
+        )
+        return said
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
     logprobs: dict[int, list[LogprobsLists]] = {}
@@ -175,29 +178,32 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
 
+    outcome.errors |= _unanswered(work, index, tokens, outcome.errors)
+
     def of_good(scores: Any) -> dict[str, Any]:
         """Scores by request; the scheduler takes none of one that fails."""
         return {of: value for of, value in dict(scores).items() if of not in outcome.errors}
 
-    output = ModelRunnerOutput(
+    return ModelRunnerOutput(
         req_ids=work.request_ids,
         req_id_to_index=index,
         sampled_token_ids=tokens,
         logprobs=SampledLogprobs(logprobs) if logprobs else None,
+        prompt_logprobs_dict=of_good(report.prompt_logprobs if report else ()),
+        prompt_token_id_logprobs_dict=of_good(report.prompt_scores if report else ()),
     )
-    outcome.errors |= _unanswered(work, output, outcome.errors)
-    output.prompt_logprobs_dict = of_good(report.prompt_logprobs if report else ())
-    output.prompt_token_id_logprobs_dict = of_good(report.prompt_scores if report else ())
-    return output
 
 
-def _unanswered(work: Work, output: ModelRunnerOutput, errors: Mapping[str, str]) -> dict[str, str]:
-    """Requests of which a row was to be drawn and no token came, with no reason: each would wait for
-    ever. A pooling model has no tokens."""
-    if not output.sampled_token_ids:
+def _unanswered(
+    work: Work,
+    index: Mapping[str, int],
+    tokens: Sequence[Sequence[int]],
+    errors: Mapping[str, str],
+) -> dict[str, str]:
+    """Find requests of which a row was to be drawn and no token came, with no reason: each would wait
+    for ever. A pooling model has no tokens."""
+    if not tokens:
         return {}
-    tokens = output.sampled_token_ids
-    index = output.req_id_to_index
     return {
         request_id: NO_ANSWER
         for request_id in (*work.sampled, *work.on_device)
