@@ -151,11 +151,11 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     report = iteration.answers.report
     outcome = iteration.outcome
     if report is not None and report.output is not None:
-        said = report.output
+        output = report.output
         outcome.errors |= _unanswered(
-            work, said.req_id_to_index, said.sampled_token_ids, outcome.errors
+            work, output.req_id_to_index, output.sampled_token_ids, outcome.errors
         )
-        return said
+        return output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
     logprobs: dict[int, list[LogprobsLists]] = {}
