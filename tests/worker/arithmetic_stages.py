@@ -10,6 +10,7 @@ import itertools
 import pickle
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -24,10 +25,12 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.iteration.iterations import only_decodes
+from sipipe.ipc.link.schema import TOKENS as SIZE
+from sipipe.ipc.link.schema import TensorSchema, TensorSpec
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
-from sipipe.messages.calls import OpenChannels
+from sipipe.messages.calls import OpenChannels, OpenLinks
 from sipipe.messages.header import Header, Kind
-from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.link import LinkEndpoint, LinkTrial
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.start_records import Watched, WorkerBoot
@@ -65,7 +68,20 @@ def place_of(stage, stages):
     return StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
 
 
-def boot_of(place, **settings):
+def try_links(loops):
+    """Have all stages open and try the links between them, as the engine does."""
+    link = LinkEndpoint(kind="shm", buffer_tokens=TOKENS, stall_timeout=HAND_OVER)
+    hidden = TensorSchema((TensorSpec("hidden_states", "float32", (SIZE, 3)),)).encode()
+    trials = [
+        LinkTrial(pair=(sender, sender + 1), endpoint=link, tensors=hidden, seconds=HAND_OVER)
+        for sender in range(len(loops) - 1)
+    ]
+    with ThreadPoolExecutor(len(loops)) as pool:
+        reports = list(pool.map(lambda loop: loop.answer(OpenLinks(trials=trials)), loops))
+    assert not any(report.failure for ends in reports for report in ends), reports
+
+
+def boot_of(place, links=(), **settings):
     """What a worker of SiPipe's path starts from, with these settings."""
     settings = {"stall_timeout": HAND_OVER, "cpu_sampling": "on"} | settings
     return WorkerBoot(
@@ -80,6 +96,7 @@ def boot_of(place, **settings):
         layers=(1,) * place.stages,
         cut_evenly=True,
         rows=REQUESTS,
+        links=links,
     )
 
 
@@ -105,32 +122,37 @@ class Stages:
         pairs = [
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)
         ]
-        ends = [[], *([end] for _, end in pairs)]
-        for found, (end, _) in zip(ends, pairs, strict=False):
-            found.append(end)
-        link = LinkEndpoint(kind="shm", buffer_tokens=TOKENS, stall_timeout=HAND_OVER)
-        self.opening = OpenChannels(links=[link] * (stages - 1), logits=self.channel.endpoint)
+        ends = [[] for _ in range(stages)]
+        for sender, (ours, theirs) in enumerate(pairs):
+            ends[sender].append(((sender, sender + 1), ours))
+            ends[sender + 1].append(((sender, sender + 1), theirs))
+        self.opening = OpenChannels(logits=self.channel.endpoint)
         self.reported, self.failed, self.loops, self.runners = [], [], [], []
-        for index, sockets in enumerate(ends):
+        groups = []
+        for index, links in enumerate(ends):
             place = place_of(index, stages)
             group = PipelineStandIn(place)
-            with (
-                patch.object(parallel_state, "_PP", group),
-                patch.object(loaded_stage, "SampledStage", stage),
-            ):
+            with patch.object(parallel_state, "_PP", group):
                 runner = Runner(place, CONFIG, BLOCK, state=state)
                 around = Surroundings(
-                    boot=boot_of(place, **settings),
+                    boot=boot_of(place, links=tuple(pair for pair, _ in links), **settings),
                     wrapper=Worker(group, runner),
                     report=self.reported.append,
                     recorder=SimpleNamespace(record=lambda *_, **__: None),
                     fail=self.failed.append,
                 )
-                loop = LoadedStage(around, sockets)
-                if opened:
-                    loop.open(self.opening)
+                loop = LoadedStage(around, [sock for _, sock in links])
             self.runners.append(runner)
             self.loops.append(loop)
+            groups.append(group)
+        try_links(self.loops)
+        for loop, group in zip(self.loops, groups, strict=True):
+            with (
+                patch.object(parallel_state, "_PP", group),
+                patch.object(loaded_stage, "SampledStage", stage),
+            ):
+                if opened:
+                    loop.open(self.opening)
         self.threads = [
             threading.Thread(target=self._device, args=(loop,), name=f"device {stage}", daemon=True)
             for stage, loop in enumerate(self.loops)

@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.sample import gumbel
 
 from sipipe.ipc.link import host_copies, zeromq
 from sipipe.ipc.link import sender as sender_module
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.calls import OpenChannels
 from sipipe.messages.header import Header, Kind
@@ -186,6 +187,24 @@ class SteppedProgress(SteppedCondition):
         return bool(bound)
 
 
+class OpenedEnds:
+    """In place of ``LinkEnds``: links that are opened when they are used, in turn, and not tried."""
+
+    def __init__(self, links, heads, sockets, fail):
+        self.links, self.heads, self.sockets, self.fail = links, heads, sockets, fail
+
+    def take_sender(self, receiver):
+        link = self.links[0] if receiver else self.heads[0]
+        return link, open_sender(link, None if link.port else self.sockets.pop(0), self.fail)
+
+    def take_receiver(self, sender):
+        link = self.heads[0] if sender else self.links[0]
+        return link, open_receiver(link, None if link.port else self.sockets.pop(0), self.fail)
+
+    def close(self):
+        pass
+
+
 class Rig:
     """``seed``: one schedule. ``shared``: the output projection is, samplers draw all rows.
     ``kind``: what carries hidden states; by host memory, the link's threads are actors too.
@@ -284,6 +303,7 @@ class Rig:
                 rows=64,
                 speculates=False,
                 cpus=(),
+                links=(),
                 vllm_config=SimpleNamespace(kv_transfer_config=None),
                 parts=(),
                 config=SimpleNamespace(
@@ -298,13 +318,14 @@ class Rig:
             recorder=open_recorder(None, TraceHeader(role="stage")),
             fail=self.failed,
         )
-        loop = LoadedStage(around, sockets)
+        loop = LoadedStage(around, [])
+        loop._ends = OpenedEnds(links, heads, sockets, self.failed)
         self.loops.append(loop)
         if self.shared:
             start, stop = bounds[stage : stage + 2]
             loop.sharing.shard = Columns(start, stop, worker.model_runner.device)
             loop.sharing.writer = stage
-        loop.open(OpenChannels(links=links, finals=heads, logits=self.channel.endpoint))
+        loop.open(OpenChannels(logits=self.channel.endpoint))
         loop.running._publisher._progress = SteppedCondition(self)
         loop.running._late._came = SteppedTokens(self, stage)
         if self.shared and not stage:

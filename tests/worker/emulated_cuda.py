@@ -168,11 +168,11 @@ class SteppedQueue:
 
 
 class Machine:
-    """Two GPUs of one host, all streams of them, and the seed's decisions."""
+    """GPUs of one host, all streams of them, and the seed's decisions."""
 
     current: Machine
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, gpus: int = 2) -> None:
         Machine.current = self
         self.random = random.Random(seed)
         self.lock = threading.RLock()
@@ -192,7 +192,7 @@ class Machine:
         self.copies = 0
         """Of tensors or matrices, in a device or between one and the host."""
         self.launching = threading.current_thread()
-        self.own = [Stream(index) for index in range(2)]
+        self.own = [Stream(index) for index in range(gpus)]
         self.stepped = True
         """Whether threads take turns; else they run as they like, as does the test's own."""
         self.calm = True

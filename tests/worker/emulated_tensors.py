@@ -283,9 +283,9 @@ def vllm_async_tensor_h2d() -> Any:
     return names["async_tensor_h2d"]
 
 
-def install(monkeypatch: Any, seed: int) -> Machine:
-    """From now on torch has two GPUs; :class:`Factories` is to be entered besides."""
-    machine = Machine(seed)
+def install(monkeypatch: Any, seed: int, gpus: int = 2) -> Machine:
+    """From now on torch has so many GPUs; :class:`Factories` is to be entered besides."""
+    machine = Machine(seed, gpus)
     Driver.memory.clear()
     cuda = {
         "Stream": Stream,
@@ -296,7 +296,7 @@ def install(monkeypatch: Any, seed: int) -> Machine:
         "stream": machine.within,
         "device": nullcontext,
         "current_device": lambda: machine.device,
-        "device_count": lambda: 2,
+        "device_count": lambda: gpus,
         "get_device_properties": lambda index: SimpleNamespace(uuid=f"gpu-{index}"),
         "can_device_access_peer": lambda *_: True,
         "set_sync_debug_mode": lambda _: None,

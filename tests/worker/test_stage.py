@@ -303,8 +303,8 @@ def test_an_error_ends_both_threads_as_itself(where, monkeypatch):
         left[0] -= 1
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, breaks)
     with Stages(2) as stages:
+        monkeypatch.setattr(owner, name, breaks)
         receives = where == "receive"
         loop, runner = stages.loops[receives], stages.runners[receives]
         # The stage before may say first that its peer is gone.
@@ -356,8 +356,8 @@ def test_an_error_from_outside_ends_both_threads_and_a_call(receiving, beside):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_shutdown_in_the_middle_of_a_step_ends_both_threads(where, monkeypatch, beside):
-    gate = Gate(monkeypatch, *WHERE[where])
     with Stages(2) as stages:
+        gate = Gate(monkeypatch, *WHERE[where])
         loop, thread = (each[where == "receive"] for each in (stages.loops, stages.threads))
         feeding = beside(feed, [loop], 3)
         gate.wait()

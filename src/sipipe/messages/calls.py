@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.link import LinkTrial, Pair, TrialReport
 from sipipe.messages.measured import Measured
 from sipipe.messages.start_records import ProjectionOffer, StageDescription
 
@@ -41,14 +41,19 @@ class TakeProjection(Request[None], frozen=True):
     """First column of each writer of logits, and V at the end."""
 
 
-class OpenChannels(Request[None], frozen=True):
-    """Open the rank's ends of the links and, where it writes logits, of BIC-L."""
+class OpenLinks(Request[list[TrialReport]], frozen=True):
+    """Open and try the rank's ends of some links; the answer has a report of each of its ends. Ends
+    of the same links that failed before are closed first."""
 
-    links: Sequence[LinkEndpoint]
-    """Links by the rank of their sender."""
-    finals: Sequence[LinkEndpoint] = ()
-    """Links from the last stage to each other one, by the rank of their receiver; empty where the output
-    projection is not shared out."""
+    trials: Sequence[LinkTrial]
+    hung: frozenset[Pair] = frozenset()
+    """Links whose earlier ends are left as they are: closing them might not come back."""
+
+
+class OpenChannels(Request[None], frozen=True):
+    """Begin to use the rank's ends of the links, which have been opened, and, where it writes logits, open
+    its end of BIC-L."""
+
     logits: Any = None
     """Endpoint of BIC-L; None where no sampler draws."""
 

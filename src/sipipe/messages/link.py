@@ -4,10 +4,31 @@ import dataclasses
 from typing import Literal
 
 TransportKind = Literal["shm", "cuda_ipc", "zeromq"]
+DeviceKind = Literal["cpu", "cuda"]
+
+Pair = tuple[int, int]
+"""The ranks that a link joins: the sender's, then the receiver's."""
+
+TRIAL_SECONDS = 30.0
+"""Seconds that the trial of a link may take where another transport can take its place."""
 
 LEAST_TOKENS = 512
 """Tokens that a link's buffer has at least, however few sequences decode: each piece of a prompt
 costs a hand-over of some 100 µs."""
+
+
+def transports(asked: str, device: DeviceKind) -> tuple[TransportKind, ...]:
+    """Transports between two processes of one host, in the order in which they are tried.
+
+    Args:
+        asked: the setting ``transport``.
+        device: where the stages compute.
+    """
+    match asked:
+        case "shm" | "cuda_ipc":
+            return (asked,)
+        case _:
+            return ("cuda_ipc", "shm") if device == "cuda" else ("shm",)
 
 
 def buffer_tokens(sequences: int, tokens: int) -> int:
@@ -34,7 +55,7 @@ class LinkEndpoint:
     is received while another is used."""
     stall_timeout: float = 300.0
     """Seconds that a wait takes at most where the call names no bound of its own."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     """Memory in which the later stage needs the tensors: the host's, where they are used in place, or
     its current GPU's, which ``shm`` and ``zeromq`` reach by way of host memory."""
     address: str = ""
@@ -62,3 +83,30 @@ class LinkEndpoint:
     def describe(self) -> str:
         """The link in a message."""
         return f"link {self.name} ({self.kind})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTrial:
+    """An order to both ends of a link: open it and try it, before it carries an iteration."""
+
+    pair: Pair
+    endpoint: LinkEndpoint
+    tensors: bytes
+    """Schema of the hidden states that the later stage takes, encoded as links announce it."""
+    seconds: float = TRIAL_SECONDS
+    """Seconds after which an end that has not finished counts as one that hangs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrialReport:
+    """What one end of a link says of its trial."""
+
+    pair: Pair
+    failure: str = ""
+    """What went wrong, in one line; empty: nothing did."""
+    echoes: bool = False
+    """True where this end failed only because the other one left, which says more."""
+    hangs: bool = False
+    """True where something has not come back, so that closing the end might not come back either."""
+    seconds: float = 0.0
+    """Time from sending a full buffer to having it back, measured by the sender."""

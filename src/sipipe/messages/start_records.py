@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sipipe.config import SiPipeConfig
+from sipipe.messages.link import Pair
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import LogprobsMode
 from sipipe.messages.stage_place import StagePlace
@@ -72,6 +73,9 @@ class WorkerBoot:
     """Rows of logits that a microbatch has at most."""
     speculates: bool = False
     """True where some of these rows may stand behind drafts."""
+    links: tuple[Pair, ...] = ()
+    """Link of each socket that the worker inherits, in their order: a link has a socket for each transport
+    that may be tried on it."""
     cpus: tuple[int, ...] = ()
     """CPUs that a GPU's worker is bound to once it is warmed up; empty: none. On CPUs vLLM binds it."""
 
@@ -100,8 +104,12 @@ class StageDescription:
     """Shape of what the rank writes to BIC-L; None where it writes no logits."""
     offer: ProjectionOffer | str = ""
     """Rows of the output projection that a rank of the last stage offers, or why it cannot; else empty."""
-    reaches: bool = True
-    """True where the rank's GPU can map the memory of the other GPUs of its host."""
+    takes: bytes = b""
+    """Schema of the hidden states that the rank takes from the stage before, encoded as links announce
+    it; empty on the first stage."""
+    gpu: str = ""
+    """UUID of the rank's GPU, as ``nvidia-smi -L`` lists it: it names the GPU in every process, whatever
+    the process's CUDA_VISIBLE_DEVICES; empty where the rank computes on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,25 @@ Who runs here: the thread that runs the device; whoever follows BIC-I opens and 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
 
-from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
+from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.sender import Sender
-from sipipe.messages.link import LinkEndpoint
+from sipipe.ipc.link.trial import TriedReceiver, TriedSender
+from sipipe.messages.link import LinkEndpoint, LinkTrial, Pair, TrialReport
 from sipipe.messages.stage_place import StagePlace
 
 Tensors = dict[str, torch.Tensor]
+
+_SAMPLE_TOKENS = 7
+"""Tokens of a sample of hidden states; they come first in each of its shapes."""
 
 
 class NoEnd:
@@ -44,9 +49,75 @@ class NoEnd:
     def close(self) -> None: ...
 
 
+End = TriedSender | TriedReceiver
+
+
+class LinkEnds:
+    """One rank's ends of links, by the pair of ranks that a link joins: tried, then taken into use."""
+
+    def __init__(
+        self,
+        place: StagePlace,
+        sockets: Iterable[tuple[Pair, socket.socket]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Take ``sockets`` over: of links within this host, one for each transport that may be tried.
+        ``fail`` is told at once of a link that is lost in use."""
+        self._place = place
+        self._fail = fail
+        self._sockets: dict[Pair, list[socket.socket]] = defaultdict(list)
+        for pair, sock in sockets:
+            self._sockets[pair].append(sock)
+        self._tried: dict[Pair, End] = {}
+
+    def try_out(self, trials: Sequence[LinkTrial], hung: Collection[Pair]) -> list[TrialReport]:
+        """Open and try this rank's ends among ``trials``, all at once; returns their reports. Earlier
+        ends of the same links are closed, those of ``hung`` ones left as they are."""
+        rank = self._place.rank
+        mine = [trial for trial in trials if rank in trial.pair]
+        for trial in mine:
+            earlier = self._tried.pop(trial.pair, None)
+            if earlier is not None:
+                if trial.pair in hung:
+                    earlier.leave()
+                else:
+                    earlier.close()
+        ends = [self._begin(trial) for trial in mine]
+        return [end.report() for end in ends]
+
+    def _begin(self, trial: LinkTrial) -> End:
+        # Each socket once: both ends take them in the same order.
+        sock = None if trial.endpoint.port else self._sockets[trial.pair].pop(0)
+        schema = TensorSchema.decode(trial.tensors)
+        if cuts(trial.endpoint, self._place):
+            schema = part_of(schema, self._place.tp_rank, self._place.tp_size)
+        kind = TriedSender if trial.pair[0] == self._place.rank else TriedReceiver
+        end = self._tried[trial.pair] = kind(trial, schema, sock, self._fail)
+        return end
+
+    def take_sender(self, receiver: int) -> tuple[LinkEndpoint, Sender]:
+        """The end of the link to rank ``receiver``, which was tried; the caller closes it."""
+        end = self._tried[self._place.rank, receiver]
+        assert isinstance(end, TriedSender)
+        return end.endpoint, end.take()
+
+    def take_receiver(self, sender: int) -> tuple[LinkEndpoint, Receiver]:
+        """The same of the link from rank ``sender``."""
+        end = self._tried[sender, self._place.rank]
+        assert isinstance(end, TriedReceiver)
+        return end.endpoint, end.take()
+
+    def close(self) -> None:
+        """Close what nobody uses."""
+        for end in self._tried.values():
+            end.close()
+        for spares in self._sockets.values():
+            for spare in spares:
+                spare.close()
+
+
 class Links:
-    """One rank's ends of the links with the stages before and behind, as far as there are any.
-    ``cuts``: it sends a part, and the next stage's ranks gather: between hosts."""
+    """One rank's ends of the links with the stages before and behind, as far as there are any."""
 
     def __init__(
         self,
@@ -56,30 +127,24 @@ class Links:
         *,
         cuts: bool = False,
     ) -> None:
-        self._place, self._cuts = place, cuts
-        self._receiver, self._sender = receiver, sender
+        """``cuts``: whether the rank sends a part, and the next stage's ranks gather: between hosts."""
+        self._place = place
+        self._cuts = cuts
+        self._receiver = receiver
+        self._sender = sender
 
     @classmethod
-    def open(
-        cls,
-        place: StagePlace,
-        links: Sequence[LinkEndpoint],
-        sockets: list[socket.socket],
-        fail: Callable[[Exception], None],
-    ) -> Links:
-        """Open them; ``sockets`` of links within this host are taken from the front. ``fail`` is
-        told at once of one that is lost."""
+    def of(cls, place: StagePlace, ends: LinkEnds) -> Links:
+        """The links between the stages, whose ends have been tried."""
         receiver: Receiver | NoEnd = NoEnd()
         sender: Sender | NoEnd = NoEnd()
-        cuts = False
+        sends_part = False
         if not place.is_first:
-            link = links[place.rank - place.tp_size]
-            receiver = open_receiver(link, None if link.port else sockets.pop(0), fail)
+            _, receiver = ends.take_receiver(place.rank - place.tp_size)
         if not place.is_last:
-            link = links[place.rank]
-            sender = open_sender(link, None if link.port else sockets.pop(0), fail)
-            cuts = bool(link.port) and place.tp_size > 1
-        return cls(place, receiver, sender, cuts=cuts)
+            link, sender = ends.take_sender(place.rank + place.tp_size)
+            sends_part = cuts(link, place)
+        return cls(place, receiver, sender, cuts=sends_part)
 
     def take(
         self, iteration: int, tokens: int, into: Mapping[str, torch.Tensor] | None = None
@@ -117,6 +182,11 @@ class Links:
         self._sender.close()
 
 
+def cuts(link: LinkEndpoint, place: StagePlace) -> bool:
+    """Whether each rank of a stage sends a part on ``link``: between hosts."""
+    return bool(link.port) and place.tp_size > 1
+
+
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """Concatenates a tensor of all ranks along its first dimension, in order of rank."""
 
@@ -132,6 +202,15 @@ def cut(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> dict[str,
             whole = tensor.contiguous().view(ranks, *tensor.shape[:-1], width)
             parts[f"{key}/{ranks}"] = whole[rank]
     return parts
+
+
+def part_of(schema: TensorSchema, rank: int, ranks: int) -> TensorSchema:
+    """The schema of what :func:`cut` makes of tensors of ``schema``."""
+    shape = schema.at(_SAMPLE_TOKENS)
+    tensors = {
+        key: torch.empty(size, dtype=dtype, device="meta") for key, dtype, size in shape.expected
+    }
+    return TensorSchema.capture(cut(tensors, rank, ranks), _SAMPLE_TOKENS)
 
 
 def join(

@@ -18,7 +18,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from sipipe.cores import bind_threads, run_soon
-from sipipe.ipc.link.cuda_device import reaches_others
+from sipipe.ipc.link.cuda_device import gpu_name
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
 from sipipe.messages import calls
 from sipipe.messages.link import buffer_tokens
@@ -28,7 +28,7 @@ from sipipe.messages.start_records import StageDescription, WorkerBoot
 from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.hooks.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
-from sipipe.worker.links import Links, NoEnd
+from sipipe.worker.links import LinkEnds, Links, NoEnd
 from sipipe.worker.measure import measure_stage
 from sipipe.worker.projection.logits import LogitsHandover, StageLogits
 from sipipe.worker.projection.share import ProjectionShare
@@ -41,21 +41,28 @@ if TYPE_CHECKING:
 def link_bytes(runner: Any, boot: WorkerBoot) -> int:
     """What links from other stages take of this rank's GPU, which of the transports it will be: by
     way of host memory, as much may be coming and in use, of torch's allocator."""
-    kept = getattr(runner, "intermediate_tensors", None)
-    if kept is None or runner.device.type == "cpu":
+    schema = taken_schema(runner)
+    if schema is None or runner.device.type == "cpu":
         return 0
-    schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
     tokens = buffer_tokens(runner.max_num_reqs, runner.max_num_tokens)
     return max(2, boot.watched.inflight) * buffer_bytes(schema, tokens)
 
 
+def taken_schema(runner: Any) -> TensorSchema | None:
+    """Schema of the hidden states that the runner takes from the stage before; None on the first."""
+    kept = getattr(runner, "intermediate_tensors", None)
+    return None if kept is None else TensorSchema.capture(kept.tensors, runner.max_num_tokens)
+
+
 class LoadedStage:
     """One worker's stage, of what is ``around``; made before vLLM warms its runner up, whose sampling
-    it may replace. ``sockets``: of its links from the previous stage and to the next one."""
+    it may replace. ``sockets``: of the links that its boot record lists."""
 
     def __init__(self, around: Surroundings, sockets: Sequence[socket.socket]) -> None:
         self._around = around
-        self._sockets = list(sockets)
+        pairs = zip(around.boot.links, sockets, strict=True)
+        self._ends = LinkEnds(around.boot.place, pairs, around.fail)
+        self._bound = False
         self._links = Links(around.boot.place, NoEnd(), NoEnd())
         self.running: SampledStage | ClosedStage = ClosedStage()
         boot, worker, runner = around.boot, around.worker, around.runner
@@ -89,6 +96,9 @@ class LoadedStage:
                 return self.sharing.time_parts(self._draws.stage_logits, sequences)
             case calls.TakeProjection(offers=offers, bounds=bounds):
                 return self.sharing.take(offers, bounds)
+            case calls.OpenLinks(trials=trials, hung=hung):
+                self._bind()
+                return self._ends.try_out(trials, hung)
             case calls.OpenChannels():
                 return self.open(request)
             case calls.Measure(sequences=sequences):
@@ -101,8 +111,12 @@ class LoadedStage:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         around, stage_logits = self._around, self._draws.stage_logits
         config, device = around.boot.vllm_config, around.runner.device
-        reaches = device.type != "cuda" or reaches_others(device)
-        described = partial(StageDescription, reaches=reaches)
+        takes = taken_schema(around.runner)
+        described = partial(
+            StageDescription,
+            takes=b"" if takes is None else takes.encode(),
+            gpu=gpu_name(device.index or 0) if device.type == "cuda" else "",
+        )
         if stage_logits is None:
             return described()
         with set_current_vllm_config(config):
@@ -132,12 +146,10 @@ class LoadedStage:
             )
 
     def open(self, request: calls.OpenChannels) -> None:
-        """Open the links; where samplers draw, also BIC-L's writer and final hidden states' links."""
+        """Use the links, which have been tried; where samplers draw, open BIC-L's writer too."""
         around, sharing, logits = self._around, self.sharing, request.logits
-        if around.boot.cpus:  # not before: compilers and warm-up may take all cores
-            bind_threads(around.boot.cpus)
-            run_soon()
-        self._links = Links.open(around.boot.place, request.links, self._sockets, around.fail)
+        self._bind()
+        self._links = Links.of(around.boot.place, self._ends)
         if logits is None:
             self._draw_here()
         else:
@@ -148,10 +160,18 @@ class LoadedStage:
             sharing.keep()
             if sharing.shard is not None:
                 self._projection = sharing.open(
-                    request.finals, self._sockets, self._logits, around.record, around.fail
+                    self._ends, self._logits, around.record, around.fail
                 )
         if not around.boot.measures:
             self._begin()
+
+    def _bind(self) -> None:
+        """Bind a GPU's worker to its cores, with the threads of links that start from now on. Not
+        before: compilers and warm-up may take all cores."""
+        if self._around.boot.cpus and not self._bound:
+            bind_threads(self._around.boot.cpus)
+            run_soon()
+            self._bound = True
 
     def _settle(self, draws: str) -> None:
         """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
@@ -215,5 +235,6 @@ class LoadedStage:
         self.running.close()
         self._links.close()
         self._projection.close()
+        self._ends.close()
         if self._logits is not None:
             self._logits.close()

@@ -11,10 +11,9 @@ import pytest
 from tests.ipc.link.conftest import free_port
 
 from sipipe.config import HostSettings, SiPipeConfig
-from sipipe.engine import pipeline_opener
 from sipipe.engine.hosts import agent, remote
 from sipipe.engine.iteration.telemetry import Figures
-from sipipe.engine.pipeline_opener import make_links
+from sipipe.engine.link_opener import make_links
 from sipipe.engine.setup import host_agreement as module
 from sipipe.engine.setup.host_agreement import (
     check_hosts,
@@ -25,7 +24,7 @@ from sipipe.engine.setup.host_agreement import (
 )
 from sipipe.engine.setup.stages import stages_of_hosts
 from sipipe.engine.start.arguments import use_sipipe
-from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.errors import ConfigError
 from sipipe.ipc import tcp
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError
@@ -72,37 +71,13 @@ def test_a_link_between_hosts_has_a_token_where_it_is_not_encrypted(encrypts):
     hosts = HostSettings(count=2, address="127.0.0.1", encrypt_links=encrypts)
     setup = SimpleNamespace(stages=3, ranks=2, slots=4, link_tokens=512)
     setup.config = SiPipeConfig(hosts=hosts)
-    links = make_links(setup, {2: "127.0.0.2"}, "shm", "cpu")
+    links = [*make_links(setup, {2: "127.0.0.2"}, "shm", "cpu").values()]
     assert [link.kind for link in links] == ["shm", "shm", "zeromq", "zeromq"]
     tokens = [link.token for link in links]
     assert not any(tokens[:2])
     assert len(set(tokens[2:])) == (1 if encrypts else 2)
     assert all(tokens[2:]) != encrypts
     assert ("not encrypted" in links[2].transport) != encrypts
-
-
-@pytest.mark.parametrize(
-    ("asked", "on_cpu", "reach", "kind"),
-    [
-        ("auto", True, True, "shm"),
-        ("auto", False, True, "cuda_ipc"),
-        ("auto", False, False, "shm"),
-        ("shm", False, True, "shm"),
-        ("cuda_ipc", False, True, "cuda_ipc"),
-        ("cuda_ipc", False, False, None),
-    ],
-)
-def test_gpus_that_cannot_reach_each_other_hand_over_in_host_memory(
-    monkeypatch, asked, on_cpu, reach, kind
-):
-    """It is known at the start: the first request would find it out."""
-    monkeypatch.setattr(pipeline_opener, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
-    setup = SimpleNamespace(config=SiPipeConfig(transport=asked))
-    if kind is None:
-        with pytest.raises(UnsupportedError, match=r'"cuda_ipc", and GPUs .* leave it "auto"'):
-            pipeline_opener._transport(setup, reach=reach)
-    else:
-        assert pipeline_opener._transport(setup, reach=reach) == (kind, "cpu" if on_cpu else "cuda")
 
 
 def test_hosts_need_an_address_and_a_secret(monkeypatch):

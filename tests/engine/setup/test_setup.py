@@ -13,7 +13,7 @@ from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
 from sipipe.config import CorePlacement, SiPipeConfig
-from sipipe.engine import executor, pipeline_opener
+from sipipe.engine import executor, link_opener
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import decide as deciding
 from sipipe.engine.setup import record as setup
@@ -264,6 +264,11 @@ def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
 
 def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
     made = SimpleNamespace(stages=3, ranks=2, slots=4, config=SiPipeConfig(), rows=8)
-    links = pipeline_opener.make_final_links(made, "shm", "cpu")
-    names = [link.name for link in links]
-    assert names == ["final2-0.r0", "final2-0.r1", "final2-1.r0", "final2-1.r1"]
+    links = link_opener.make_final_links(made, "shm", "cpu")
+    names = {pair: link.name for pair, link in links.items()}
+    assert names == {
+        (4, 0): "final2-0.r0",
+        (5, 1): "final2-0.r1",
+        (4, 2): "final2-1.r0",
+        (5, 3): "final2-1.r1",
+    }

@@ -30,6 +30,7 @@ from sipipe.engine.setup.compatibility import device_may_draw
 from sipipe.engine.setup.record import Setup
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint
+from sipipe.messages.link import DeviceKind, Pair, transports
 from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.start_records import Watched, WorkerBoot
 
@@ -51,6 +52,13 @@ class Workers:
             for stage in setup.here
             for rank in range(setup.ranks)
         ]
+        device: DeviceKind = "cpu" if current_platform.is_cpu() else "cuda"
+        self._link_ends = _link_ends(
+            places,
+            shares=bool(setup.vocabulary.parts),
+            each=len(transports(setup.config.transport, device)),
+        )
+        """Sockets of links that each rank inherits, with the pair of ranks that the link joins."""
         self.all: list[Child] = self._start_all(places)
         """The processes, by local rank."""
         # All are started before the first gets its start record. A record that fills the pipe's buffer
@@ -70,8 +78,7 @@ class Workers:
             threads = OMPProcessManager(_config_of_this_host(setup))
         shared = current_platform.is_cpu() and setup.cores.shared
         workers = []
-        for local_rank, ends in enumerate(_link_ends(places, shares=bool(setup.vocabulary.parts))):
-            place = places[local_rank]
+        for local_rank, place in enumerate(places):
             descriptor = resource_tracker.getfd()
             assert descriptor is not None, "it starts the tracker where there is none"
             tracker = os.fdopen(os.dup(descriptor), "wb")
@@ -84,7 +91,7 @@ class Workers:
             worker = self._children.start(
                 place.name,
                 "sipipe.worker",
-                ends=[tracker, *ends],
+                ends=[tracker, *(sock for _, sock in self._link_ends[place.rank])],
                 environment=environment,
                 begin=begin,
             )
@@ -113,6 +120,7 @@ class Workers:
             sampler_kernels=device_may_draw(),
             rows=setup.rows,
             speculates=setup.drafts > 0,
+            links=tuple(pair for pair, _ in self._link_ends[place.rank]),
             cpus=() if on_cpu else setup.cores.workers[local_stage][place.tp_rank],
         )
 
@@ -132,32 +140,33 @@ class Workers:
         self.remove_rendezvous()
 
 
-def _link_ends(places: Sequence[StagePlace], *, shares: bool) -> list[list[socket.socket]]:
-    """The sockets over which workers of this host set up their links: for each local rank those that
-    it inherits, in the order in which it takes them (:mod:`sipipe.worker.links`).
+def _link_ends(
+    places: Sequence[StagePlace], *, shares: bool, each: int
+) -> dict[int, list[tuple[Pair, socket.socket]]]:
+    """Sockets over which the workers of this host set up their links (:mod:`sipipe.worker.links`): by
+    rank those that it inherits, each with the pair of ranks that its link joins.
 
-    With ``shares``, where the output projection is shared out, all ranks of the last stage are on
-    this host, and each also sends its hidden states to the same rank of every other stage."""
+    Args:
+        places: the workers of this host, by local rank.
+        shares: True where the output projection is shared out. All ranks of the last stage are on this
+            host then, and each also sends its hidden states to the same rank of every other stage.
+        each: sockets of a link, one for each transport that may be tried on it. The one of a transport
+            that failed may have half a conversation in it, or be held by a thread that hangs.
+    """
     ranks = places[0].tp_size
-    # Local rank r sends to local rank r + ranks, which is of the next stage, if that is on this host.
-    links = [_socket_pair() for _ in places[ranks:]]
-    finals = [_socket_pair() for _ in places[:-ranks]] if shares else []
-    ends: list[list[socket.socket]] = [[] for _ in places]
-    for local_rank, place in enumerate(places):
-        if local_rank >= ranks:
-            ends[local_rank].append(links[local_rank - ranks][1])
-        if local_rank < len(links):
-            ends[local_rank].append(links[local_rank][0])
-        if local_rank < len(finals):
-            ends[local_rank].append(finals[local_rank][1])
-        if place.is_last:
-            ends[local_rank].extend(sender for sender, _ in finals[place.tp_rank :: ranks])
+    first = places[0].rank
+    last_stage = (places[0].stages - 1) * ranks
+    pairs = [(place.rank - ranks, place.rank) for place in places if place.rank - ranks >= first]
+    if shares:
+        receivers = [place for place in places if not place.is_last]
+        pairs += [(last_stage + place.tp_rank, place.rank) for place in receivers]
+    ends: dict[int, list[tuple[Pair, socket.socket]]] = {place.rank: [] for place in places}
+    for sender, receiver in pairs:
+        for _ in range(each):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ends[sender].append(((sender, receiver), ours))
+            ends[receiver].append(((sender, receiver), theirs))
     return ends
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """The sender's and the receiver's end of the socket of one link."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _config_of_this_host(setup: Setup) -> VllmConfig:

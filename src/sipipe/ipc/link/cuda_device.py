@@ -63,7 +63,7 @@ class CudaDevice(CudaDriver):
 
     def __init__(self) -> None:
         super().__init__(torch.cuda.Stream(torch.cuda.current_device()))
-        self.uuid = str(torch.cuda.get_device_properties(self._index).uuid)
+        self.uuid = gpu_name(self._index)
 
     def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
         """Refuse a tensor that is elsewhere."""
@@ -125,25 +125,21 @@ class CudaDevice(CudaDriver):
         return torch.cuda.current_stream(self._index)
 
     def _check_peer(self, uuid: str) -> None:
+        """Refuse a GPU whose memory the driver says cannot be reached. One that this process does not
+        see is not refused: CUDA opens handles of memory that lies on such GPUs too."""
         for index in range(torch.cuda.device_count()):
-            if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-                break
-        else:
-            raise UnsupportedError(
-                f"the next stage's GPU {uuid} is not visible to this stage: give every worker the "
-                'same CUDA_VISIBLE_DEVICES, or use transport "shm"'
-            )
-        if index != self._index and not torch.cuda.can_device_access_peer(self._index, index):
-            raise UnsupportedError(
-                f"cuda:{self._index} cannot reach the memory of cuda:{index} on this machine; use "
-                'transport "shm"'
-            )
+            if gpu_name(index) == uuid and index != self._index:
+                if not torch.cuda.can_device_access_peer(self._index, index):
+                    raise UnsupportedError(
+                        f"CUDA says that cuda:{self._index} cannot reach the memory of cuda:{index} "
+                        "(nvidia-smi topo -p2p r)"
+                    )
+                return
 
 
-def reaches_others(device: torch.device) -> bool:
-    """Whether the GPU can map the memory of each other one that is visible."""
-    own, every = device.index or 0, range(torch.cuda.device_count())
-    return all(torch.cuda.can_device_access_peer(own, other) for other in every if other != own)
+def gpu_name(index: int) -> str:
+    """Name of a GPU in every process of a host: its UUID, or that of the MIG slice."""
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class _Handle(ctypes.Structure):

@@ -171,6 +171,10 @@ class Receiver:
         """What ended the arrivals' thread, for the next :meth:`take`."""
         self._error = self._error or error
 
+    def interrupt(self) -> None:
+        """Have the sender hear that this end leaves; its buffers stay until :meth:`close`."""
+        self._transport.interrupt()
+
     def close(self) -> None:
         """End the link; a ``take`` that waits raises :class:`LinkClosedError`. Idempotent."""
         if not self._closed:

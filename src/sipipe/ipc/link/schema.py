@@ -74,6 +74,15 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
             specs.append(TensorSpec(key, dtype, tuple(sizes)))
         return cls(tuple(specs))
 
+    def encode(self) -> bytes:
+        """The schema as it travels."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> TensorSchema:
+        """The inverse of :meth:`encode`."""
+        return msgspec.msgpack.decode(encoded, type=cls)
+
     def parts(
         self, tensors: Mapping[str, torch.Tensor], num_tokens: int
     ) -> list[torch.Tensor] | None:
@@ -91,7 +100,7 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @functools.cached_property
     def fingerprint(self) -> int:
         """64 bits that two different schemas share with probability 2⁻⁶⁴."""
-        digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+        digest = hashlib.blake2b(self.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
     @functools.cached_property

@@ -181,6 +181,15 @@ class Sender:
                 )
         self._check()
 
+    def wait_released(self, timeout: float | None = None) -> None:
+        """Wait until the receiver has released everything given to :meth:`send`. The next iteration
+        may have any number. Raises as :meth:`send`."""
+        bound = self._endpoint.stall_timeout if timeout is None else timeout
+        with self._sending:
+            if self._ends and not self._released(self._ends[-1], bound):
+                raise self._behind(self._last_iteration, bound)
+            self._last_iteration = -1
+
     def close(self, timeout: float = 1.0) -> None:
         """Send what is queued, for at most ``timeout`` seconds, then end the link. Idempotent."""
         if self._closed:

@@ -6,18 +6,16 @@ its rows, and opens its end of the links of final hidden states.
 Who runs here: whoever follows BIC-I, in control calls with no iteration in the worker.
 """
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 
-from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
 from sipipe.messages.start_records import ProjectionOffer, WorkerBoot
 from sipipe.worker.device import Device
+from sipipe.worker.links import LinkEnds
 from sipipe.worker.projection.logits import LogitsHandover, StageLogits
 from sipipe.worker.projection.projection import Projection, Record, SharedProjection
 from sipipe.worker.projection.rows import OfferedRows, ProjectionShard, time_parts
@@ -80,8 +78,7 @@ class ProjectionShare:
 
     def open(
         self,
-        finals: Sequence[LinkEndpoint],
-        ends: list[socket.socket],
+        ends: LinkEnds,
         logits: LogitsHandover | None,
         record: Record,
         fail: Callable[[Exception], None],
@@ -89,12 +86,15 @@ class ProjectionShare:
         """This rank's end of the links of final hidden states; all stages have their rows now."""
         assert self.shard is not None
         assert logits is not None, "every rank of every stage writes logits"
-        place, bound = self._place, finals[0].stall_timeout
+        place = self._place
+        last_stage = (place.stages - 1) * place.tp_size
         if place.is_last:
             if self._offered is not None:
                 self._offered.close()
-            mine = finals[place.tp_rank :: place.tp_size]
-            senders = [open_sender(link, ends.pop(0), fail) for link in mine]
+            receivers = range(place.tp_rank, last_stage, place.tp_size)
+            senders = [ends.take_sender(receiver)[1] for receiver in receivers]
             return SharedProjection(senders, self.shard, record)
-        receiver = open_receiver(finals[place.rank], ends.pop(0))
-        return ProjectionThread(self._device, receiver, self.shard, logits, record, fail, bound)
+        link, receiver = ends.take_receiver(last_stage + place.tp_rank)
+        return ProjectionThread(
+            self._device, receiver, self.shard, logits, record, fail, link.stall_timeout
+        )
