@@ -12,7 +12,7 @@ from tests.ipc.link.conftest import BOUND, KINDS, endpoint_of, hidden
 from sipipe.errors import ResourceError
 from sipipe.ipc.link import shm, trial
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
-from sipipe.ipc.link.trial import TriedReceiver, TriedSender, pattern
+from sipipe.ipc.link.trial import Pattern, TriedReceiver, TriedSender
 from sipipe.messages.link import LinkTrial
 
 SCHEMA = TensorSchema(
@@ -68,10 +68,11 @@ def test_a_link_that_works_passes_and_then_carries_iterations(on_host):
 
 def test_no_two_frames_and_no_two_words_of_a_pattern_are_the_same():
     schema = TensorSchema((TensorSpec("x", "float32", (TOKENS, 64)),) * 2)
+    pattern = Pattern(schema, 16)
     words = [
         word
         for frame in range(6)
-        for _, flat in pattern(schema, 16, frame)
+        for _, flat in pattern.of(frame)
         for word in flat.view("uint32").tolist()
     ]
     first = words[: 16 * 64]
