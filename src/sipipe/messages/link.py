@@ -99,11 +99,11 @@ class LinkTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """What one end of a link says of its trial."""
+    """Report of one end of a link about its trial."""
 
     pair: Pair
     failure: str = ""
-    """What went wrong, in one line; empty: nothing did."""
+    """Reason of the failure, in one line; empty: the trial was good."""
     echoes: bool = False
     """True where this end failed only because the other one left, which says more."""
     hangs: bool = False

@@ -177,12 +177,14 @@ class TriedSender(TriedEnd[Sender]):
     def _exchange(self, end: Sender) -> float:
         bound = self._trial.seconds
         for frame, pattern in enumerate(_compared(self.endpoint, self._schema)):
+            # wait: the trial's, 30 s or `stall_timeout`; the receiver, its death
             end.send(frame, pattern.tokens, self._tensors(pattern, frame), timeout=bound)
             end.flush(bound)  # the next frame's bytes take the place of these
         end.wait_released(bound)
         timed = Pattern(self._schema, self.endpoint.buffer_tokens)
         tensors = self._tensors(timed, 0)
         began = time.monotonic()
+        # wait: the trial's, 30 s or `stall_timeout`; the receiver, its death
         end.send(0, timed.tokens, tensors, timeout=bound)
         end.wait_released(bound)
         return time.monotonic() - began
