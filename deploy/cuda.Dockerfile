@@ -1,7 +1,7 @@
 # SiPipe on vLLM's own image for NVIDIA GPUs. docs/gpu.md says what of it has run on one.
 #   docker build -f deploy/cuda.Dockerfile -t sipipe:cuda .
 # With vLLM 0.33: --build-arg VLLM=0.33.0.
-#   docker run --rm --gpus all -p 8000:8000 -v models:/models sipipe:cuda MODEL --pp 2
+#   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -v models:/models sipipe:cuda MODEL --pp 2
 ARG VLLM=0.32.0
 FROM vllm/vllm-openai:v${VLLM}
 

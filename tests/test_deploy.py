@@ -77,6 +77,15 @@ def test_compose(name):
             assert not source.startswith(".") or (DEPLOY / source).exists(), source
 
 
+@pytest.mark.parametrize("name", COMPOSE)
+def test_compose_publishes_on_this_machine_alone(name):
+    """Unless ADDRESS is set: a port without an address is everybody's."""
+    published = [port for one in services(name).values() for port in one.get("ports", ())]
+    assert published
+    for port in published:
+        assert port.startswith(("127.0.0.1:", "${ADDRESS:-127.0.0.1}:")), port
+
+
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "prefill-kubernetes.yaml"])
 def test_kubernetes(name):
     run("kubernetes-validate", "--strict", str(DEPLOY / name))
