@@ -37,6 +37,9 @@ def attributes(table: str) -> dict[str, str]:
 
 
 METHODS = methods("""
+# The detokenizer, whose stream is begun behind a prompt's last whole character.
+vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.__init__(self, tokenizer, request)
+vllm.v1.engine.detokenizer:FastIncrementalDetokenizer._protected_step(self, next_token_id)
 # The executor: what EngineCore calls, and what we call of the base class.
 vllm.v1.executor.abstract:Executor._init_executor(self)
 vllm.v1.executor.abstract:Executor.collective_rpc(self, method, timeout, args, kwargs, non_block)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from typing import Literal
 
+from sipipe.environment import check_environment
 from sipipe.errors import ResourceError, UnsupportedError
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
@@ -48,13 +49,15 @@ def installed_vllm() -> InstalledVllm | None:
 def require_vllm() -> None:
     """Refuse to go on without a vLLM that SiPipe was built for; before anything imports it, since
     another release may have elsewhere what we import. Raises ResourceError: it is missing.
-    UnsupportedError: one line with the versions, and how to go on regardless."""
+    UnsupportedError: one line with the versions, and how to go on regardless. ConfigError: vLLM
+    cannot read a value of the environment, some of which it reads as it is imported."""
     if importlib.util.find_spec("vllm") is None:
         raise ResourceError(f"vLLM is not installed here: {HOW_TO_INSTALL}")
     installed = installed_vllm()
-    if installed is None or installed.supported or os.environ.get(IGNORE_VERSION) == "1":
-        return
-    raise UnsupportedError(
-        f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {installed.version}: "
-        f"pip install vllm=={SUPPORTED_VLLM[0]}, or set {IGNORE_VERSION}=1 to try anyway"
-    )
+    tried = os.environ.get(IGNORE_VERSION) == "1"
+    if installed is not None and not installed.supported and not tried:
+        raise UnsupportedError(
+            f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {installed.version}: "
+            f"pip install vllm=={SUPPORTED_VLLM[0]}, or set {IGNORE_VERSION}=1 to try anyway"
+        )
+    check_environment()

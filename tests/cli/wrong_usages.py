@@ -152,6 +152,9 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --pipeline-paralel-size 2 => pipeline.paralel.size
 --num-samplers 3 => num.samplers
 VLLM_LOG_STATS_INTERVAL=often => VLLM_LOG_STATS_INTERVAL="often": could not convert
+VLLM_LOGGING_LEVEL=loud => VLLM_LOGGING_LEVEL="loud" is no level: DEBUG, INFO
+VLLM_LOGGING_CONFIG_PATH=/nonexistent => VLLM_LOGGING_CONFIG_PATH="/nonexistent" cannot be read
+VLLM_LOG_BATCHSIZE_INTERVAL=often => VLLM_LOG_BATCHSIZE_INTERVAL="often": could not convert
 VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=soon => VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="soon": invalid literal
 PROMETHEUS_MULTIPROC_DIR=/no/such => PROMETHEUS_MULTIPROC_DIR="/no/such" is no directory
 PROMETHEUS_MULTIPROC_DIR=/etc/hosts => PROMETHEUS_MULTIPROC_DIR="/etc/hosts" is no directory

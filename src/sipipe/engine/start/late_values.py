@@ -1,10 +1,7 @@
-"""Values that vLLM looks at when the engine has started, checked in the foreground.
-
-The environment is read in vLLM's engine process and in its workers, files and modules of the server
-when it begins to listen: half a minute later, in a traceback of another process.
+"""Files and modules that vLLM's server looks at when it begins to listen, checked in the foreground:
+half a minute before, and not in a traceback of another process.
 """
 
-import os
 import ssl
 from contextlib import suppress
 from importlib import import_module
@@ -12,35 +9,10 @@ from inspect import isclass, iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
-from vllm import envs
-
 from sipipe.errors import ConfigError
 
-METRICS = "PROMETHEUS_MULTIPROC_DIR"
 FILES = ("tool_parser_plugin", "reasoning_parser_plugin")
 CERTIFICATES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
-
-
-def check_environment() -> None:
-    """Read each of vLLM's environment variables that is set. Raises ConfigError, which names it."""
-    # Not all of them: reading one that is not set may set it (the name of a shared buffer).
-    for name in os.environ.keys() & envs.environment_variables.keys():
-        try:
-            getattr(envs, name)
-        except Exception as error:  # whatever its conversion raises
-            raise ConfigError(environment_error(name, error)) from None
-    directory = os.environ.get(METRICS)
-    if directory is not None and not (
-        os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)
-    ):
-        raise ConfigError(f'{METRICS}="{directory}" is no directory that can be written to')
-
-
-def environment_error(name: str, error: Exception) -> str:
-    """The line for a variable whose value vLLM cannot read."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    value = os.environ.get(name)
-    return f"{name}: {reason}" if value is None else f'{name}="{value[:60]}": {reason}'
 
 
 def check_server(args: Any) -> None:

@@ -17,6 +17,7 @@ from socket import gaierror
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from sipipe.environment import check_environment
 from sipipe.errors import ConfigError, ResourceError, SiPipeError, tell
 from sipipe.ipc.last_word import leave_last_word
 from sipipe.versions import require_vllm
@@ -39,7 +40,7 @@ def register() -> None:
     from sipipe.engine.children.forking import fork_of_vllms
     from sipipe.engine.setup.checkpoint import check_model, check_path
     from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
-    from sipipe.engine.start.late_values import check_environment, check_server
+    from sipipe.engine.start.late_values import check_server
 
     create = arg_utils.EngineArgs.create_engine_config
     if getattr(create, "__sipipe__", False):
@@ -148,6 +149,7 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     from sipipe.engine.start.drain import tell_left_over
     from sipipe.engine.start.ends import say_cause_last, watch_ends
     from sipipe.engine.start.new_requests import check_new_requests
+    from sipipe.engine.start.prompt_text import keep_prompts_text_out
     from sipipe.engine.start.sessions import end_turns_with_their_session
     from sipipe.observe import metrics
 
@@ -156,6 +158,7 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     tell_clients_why()
     check_new_requests()
     end_turns_with_their_session()
+    keep_prompts_text_out()
     tell_left_over()
     watch_ends()
     if _is_vllms_command() and parent_process() is None:

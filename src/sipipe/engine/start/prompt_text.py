@@ -1,0 +1,57 @@
+"""Text of answers to prompts that end inside a character.
+
+A prompt of token ids may end amid the bytes of a character. vLLM's detokenizer then takes no part of
+the prompt as said, and gives a client the whole prompt's text with the first whole character
+(vllm#48853). Here the stream begins at the prompt's last whole character, and goes through the
+bytes behind it as if they were drawn.
+"""
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+"""What a tokenizer writes for bytes that are no whole character."""
+MOST = 16
+"""Tokens at a prompt's end that are looked at; a character has four bytes. Behind more that are no text
+the stream begins without a prompt."""
+WINDOW = 32
+"""Tokens before these that are decoded with them."""
+
+
+def keep_prompts_text_out() -> None:
+    """Have vLLM's detokenizer, in this process, begin behind a prompt's last whole character."""
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    begin = FastIncrementalDetokenizer.__init__
+    if getattr(begin, "__sipipe__", False):
+        return
+
+    @wraps(begin)
+    def begin_behind_text(self: Any, tokenizer: Any, request: Any) -> None:
+        begin(self, tokenizer, request)
+        prompt = request.prompt_token_ids or []
+        cut = tokens_behind_text(self.tokenizer, prompt, self.skip_special_tokens)
+        if cut == 0:
+            return
+        known, rest = prompt[:-cut], prompt[-cut:]
+        if cut > MOST:
+            known, rest = [], []
+        self.stream = type(self.stream)(ids=known, skip_special_tokens=self.skip_special_tokens)
+        for token in rest:
+            self._protected_step(token)
+
+    begin_behind_text.__sipipe__ = True  # type: ignore[attr-defined]
+    FastIncrementalDetokenizer.__init__ = begin_behind_text
+
+
+def tokens_behind_text(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> int:
+    """How many tokens of ``prompt`` lie behind its last whole character; ``MOST + 1``: more than
+    :data:`MOST`."""
+    for cut in range(min(MOST, len(prompt)) + 1):
+        end = len(prompt) - cut
+        part = prompt[max(0, end - WINDOW) : end]
+        text = tokenizer.decode(part, skip_special_tokens=skip_special_tokens)
+        if not text.endswith(REPLACEMENT):
+            return cut
+    return MOST + 1
