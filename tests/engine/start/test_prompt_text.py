@@ -55,7 +55,9 @@ def answered(prompt: bytes, answer: bytes) -> str:
 def test_an_answer_is_what_follows_the_prompts_last_whole_character(before, behind, data):
     text = (before + behind + ".").encode()
     begins = 1 if data is None else data.draw(st.integers(0, min(3, len(text) - 1)))
-    cut = len(before.encode()) + 1 if data is None else data.draw(st.integers(begins, len(text) - 1))
+    cut = (
+        len(before.encode()) + 1 if data is None else data.draw(st.integers(begins, len(text) - 1))
+    )
     prompt, answer = text[begins:cut], text[cut:]
     whole = prompt
     while whole.decode(errors="replace").endswith("\ufffd"):
