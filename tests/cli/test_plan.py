@@ -1,6 +1,7 @@
 """`sipipe plan` as people run it."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -78,6 +79,22 @@ def test_the_pages_example_is_what_the_command_prints(capsys):
     _, out = plan(capsys, *shlex.split(command)[2:])
     printed = [line.rstrip() for line in out.splitlines()]
     assert printed[: len(lines)] == lines, "docs/planner.md: paste what is printed now"
+
+
+def test_the_sizes_of_the_faq_are_what_the_command_says(capsys):
+    page = (Path(__file__).parents[2] / "docs/faq.md").read_text()
+    rows = re.findall(
+        r"^\| `(.+?)` \| [^|]+ \| (\w+) \| (\w+) \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)", page, re.M
+    )
+    assert len(rows) > 8
+    for command, *shown in rows:
+        _, out = plan(capsys, *shlex.split(command), "--sampling", "greedy")
+        said = re.search(
+            r"best row \((\w+)\) / stock's \((\w+)\): ([\d.]+)x, from ([\d.]+) to ([\d.]+)",
+            " ".join(out.split()),
+        )
+        assert said is not None
+        assert list(said.groups()) == shown, command
 
 
 def serve_options(command):
