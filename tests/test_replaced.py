@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "sipipe"
 PAGE = ROOT / "docs" / "upstream.md"
 
-ROOMS = ("engine", "worker")
-"""What imports vLLM."""
+ROOMS = ("engine", "worker", "gpu_slices")
+"""What has objects of vLLM."""
 THEIRS = {
     "runner",
     "_runner",

@@ -126,6 +126,21 @@ def test_two_islands_of_four_are_joined_by_host_memory_at_the_one_place():
     assert kinds == ["cuda_ipc"] * 2 + ["shm"] * 2 + ["cuda_ipc"] * 2
 
 
+@given(data=st.data(), stages=st.integers(2, 5))
+def test_slices_of_gpus_are_joined_by_host_memory_without_a_trial(data, stages):
+    """They cannot map one another's memory, and a trial of that may hang."""
+    names = st.sampled_from(["uuid", "MIG"])
+    kinds = data.draw(st.lists(names, min_size=stages, max_size=stages))
+    opening, calls = opener(stages)
+    opening._ranks = [
+        StageDescription(takes=TAKES, gpu=f"{kind}-{rank}") for rank, kind in enumerate(kinds)
+    ]
+    found = [link.kind for link in opening.join_stages()]
+    pairs = zip(kinds, kinds[1:], strict=False)
+    assert found == ["shm" if "MIG" in pair else "cuda_ipc" for pair in pairs]
+    assert len(calls.asked) == 1
+
+
 @pytest.mark.parametrize("how", REASONS)
 def test_a_transport_that_was_asked_for_is_refused_by_name(how):
     opening, _ = opener(2, 1, {((0, 1), "cuda_ipc"): how}, transport="cuda_ipc")

@@ -19,6 +19,7 @@ from sipipe.engine.iteration.stall import ANSWER_SECONDS
 from sipipe.engine.setup.host_agreement import link_port
 from sipipe.engine.setup.record import Setup
 from sipipe.errors import ResourceError, UnsupportedError
+from sipipe.gpu_slices import is_slice
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec, buffer_bytes
 from sipipe.messages.calls import OpenLinks
 from sipipe.messages.link import (
@@ -77,11 +78,7 @@ class LinkOpener:
         links = make_links(self._setup, self._addresses, self._kinds[0], self._device)
         return self._open(
             {
-                pair: _Plan(
-                    endpoint=link,
-                    tensors=self._ranks[pair[1]].takes,
-                    others=() if link.address else self._kinds[1:],
-                )
+                pair: self._plan(pair, link, self._ranks[pair[1]].takes)
                 for pair, link in links.items()
             }
         )
@@ -94,12 +91,15 @@ class LinkOpener:
         rows = TensorSpec("hidden_states", setup.dtype, (TOKENS, hidden_size))
         tensors = TensorSchema((rows,)).encode()
         links = make_final_links(setup, self._kinds[0], self._device)
-        return self._open(
-            {
-                pair: _Plan(endpoint=link, tensors=tensors, others=self._kinds[1:])
-                for pair, link in links.items()
-            }
-        )
+        return self._open({pair: self._plan(pair, link, tensors) for pair, link in links.items()})
+
+    def _plan(self, pair: Pair, link: LinkEndpoint, tensors: bytes) -> _Plan:
+        """The plan of a link that has its first transport, or of slices of GPUs, which cannot map one
+        another's memory, the first that does without."""
+        kinds = (link.kind,) if link.address else self._kinds
+        if any(is_slice(self._ranks[rank].gpu) for rank in pair):
+            kinds = tuple(kind for kind in kinds if kind != "cuda_ipc")
+        return _Plan(endpoint=replace(link, kind=kinds[0]), tensors=tensors, others=kinds[1:])
 
     def _open(self, plans: dict[Pair, _Plan]) -> list[LinkEndpoint]:
         """Open links, each by the first of its transports that works."""

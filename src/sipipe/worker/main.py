@@ -33,10 +33,12 @@ from tqdm import tqdm
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.logger import configure_logging, init_logger
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import import_pynvml
 from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.errors import DamagedError, WorkerDiedError
+from sipipe.gpu_slices import find_gpus_of_slices
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.parent import Parent, end_with_parent_thread
 from sipipe.ipc.rendezvous import remove_rendezvous
@@ -138,6 +140,7 @@ class Main:
         keep_caches_apart(place)
         if not boot.cut_evenly:
             cut_model(boot.layers)
+        find_gpus_of_slices(current_platform, import_pynvml)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
         self._wrapper = wrapper
         told = {

@@ -228,6 +228,17 @@ def test_gpus_are_counted_as_this_process_sees_them(monkeypatch, shown, given, c
             ray_placement._visible(["2"])
 
 
+def test_slices_of_gpus_are_counted_by_their_names(monkeypatch):
+    """Slices of a GPU have its number in common."""
+    gpus = {
+        "device_control_env_var": "CUDA_VISIBLE_DEVICES",
+        "device_control_id_to_physical_device_id": lambda _: 0,
+    }
+    monkeypatch.setattr(ray_placement, "current_platform", SimpleNamespace(**gpus))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
+    assert ray_placement._visible(["MIG-c", "MIG-a"]) == [2, 0]
+
+
 @needs_ray
 @pytest.mark.slow
 def test_bundles_of_a_real_cluster():

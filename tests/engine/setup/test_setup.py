@@ -5,6 +5,7 @@ import dataclasses
 import multiprocessing
 import os
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import decide as deciding
 from sipipe.engine.setup import record as setup
 from sipipe.errors import ConfigError
+from sipipe.gpu_slices import slice_for_worker
 
 
 def executor_config(**parallel):
@@ -38,6 +40,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(setup, "current_platform", gpus)
     monkeypatch.setattr(deciding, "current_platform", gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +67,49 @@ def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees
 
 
 @pytest.mark.parametrize("degrees", [(3, 1), (2, 2)])
-def test_more_workers_than_gpus_are_refused_before_anything_starts(on_gpu, degrees):
-    with pytest.raises(ConfigError, match=r"shows 2: .*CUDA_VISIBLE_DEVICES.*\"devices\"") as error:
+@pytest.mark.parametrize(
+    ("visible", "said"),
+    [(None, "and it shows 2: "), ("4,5", 'and CUDA_VISIBLE_DEVICES="4,5" shows 2: ')],
+)
+def test_more_workers_than_gpus_are_refused_by_what_the_user_gave(
+    on_gpu, monkeypatch, visible, said, degrees
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=r"need \d GPUs on this host, .*\"devices\"") as error:
         deciding._check_devices(SiPipeConfig(), *degrees)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "settings", "degrees", "said"),
+    [
+        ("MIG-a", {}, (2, 1), 'need 2 GPUs on this host, and CUDA_VISIBLE_DEVICES="MIG-a" shows 1'),
+        ("MIG-a,MIG-a", {}, (2, 1), '="MIG-a,MIG-a" shows 1'),
+        ("MIG-a,0,MIG-b", {}, (2, 1), '="MIG-a,0,MIG-b" shows 1'),
+        ("MIG-a,MIG-b", {"devices": [0, 2]}, (2, 1), '="MIG-a,MIG-b" shows 2'),
+        ("MIG-a,MIG-b", {}, (1, 2), "--tensor-parallel-size 2: CUDA_VISIBLE_DEVICES="),
+        ("MIG-a,MIG-b", {"transport": "cuda_ipc"}, (2, 1), '"transport" is "cuda_ipc"'),
+        ("MIG-a,MIG-b", {}, (2, 1), ""),
+        ("MIG-a,MIG-b", {"devices": [1, 0]}, (2, 1), ""),
+        ("MIG-a", {"devices": [0, 0]}, (2, 1), ""),
+    ],
+)
+def test_slices_are_counted_by_their_names_and_refused_by_the_variable(
+    on_gpu, monkeypatch, visible, settings, degrees, said
+):
+    """CUDA itself would say that there is one, whatever is named."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = SiPipeConfig.from_dict(settings)
+    if not said:
+        deciding._check_devices(config, *degrees)
+        return
+    with pytest.raises(ConfigError) as error:
+        deciding._check_devices(config, *degrees)
+    assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -116,6 +159,75 @@ def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts_or_of_ot
         with pytest.raises(InterruptedError):
             gpu_worker.Worker.init_device(worker)
     assert found == [torch.device("cuda", gpu) for gpu in devices[-2:]]
+
+
+class Nvml:
+    """Four slices of two GPUs. A slice's own number is within its GPU, as NVML says it."""
+
+    SLICES: ClassVar = {"MIG-a": (0, 0), "MIG-b": (0, 1), "MIG-c": (1, 0), "MIG-d": (1, 1)}
+    inits = 0
+
+    def nvmlInit(self):
+        self.inits += 1
+
+    def nvmlShutdown(self):
+        self.inits -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        assert self.inits
+        return self.SLICES[name]
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):
+        return handle[:1]
+
+    def nvmlDeviceGetIndex(self, handle):
+        return handle[-1]
+
+
+@pytest.mark.parametrize("visible", ["MIG-a,MIG-b", "MIG-d,MIG-b", "MIG-b,MIG-d,MIG-c"])
+@pytest.mark.parametrize("devices", [(0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_vllms_gpu_worker_finds_its_slice_which_is_the_only_one_that_it_sees(
+    monkeypatch, visible, devices, replica
+):
+    """As the engine assigns them, in an environment with every name, and as a worker looks its own up,
+    with the variable that it is started with."""
+
+    class Slices(Cuda):
+        device_control_id_to_physical_device_id = classmethod(lambda *_: pytest.fail("NVML's"))
+
+    nvml = Nvml()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(setup, "current_platform", Slices())
+    monkeypatch.setattr(setup, "import_pynvml", lambda: nvml)
+    monkeypatch.setattr(gpu_worker, "current_platform", Slices())
+    found = []
+
+    def reached(device):
+        found.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", reached)
+    parallel = ParallelConfig()
+    parallel.pipeline_parallel_size = parallel.world_size = 2
+    parallel.data_parallel_rank_local = replica
+    every = (*devices, *devices) if replica else devices
+    setup.assign_devices(SimpleNamespace(parallel_config=parallel), every)
+    for local_rank in range(2):
+        monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+        own = slice_for_worker(2 * replica + local_rank, every)
+        assert own == {"CUDA_VISIBLE_DEVICES": visible.split(",")[every[2 * replica + local_rank]]}
+        with monkeypatch.context() as started:
+            started.setenv("CUDA_VISIBLE_DEVICES", own["CUDA_VISIBLE_DEVICES"])
+            worker = SimpleNamespace(
+                device_config=SimpleNamespace(device_type="cuda"),
+                parallel_config=parallel,
+                local_rank=local_rank,
+            )
+            with pytest.raises(InterruptedError):
+                gpu_worker.Worker.init_device(worker)
+    assert found == [torch.device("cuda", 0)] * 2
+    assert nvml.inits == 0
 
 
 def test_cpus_have_no_devices():

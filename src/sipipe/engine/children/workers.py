@@ -28,6 +28,7 @@ from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.scheduling.speculation import without_speculation
 from sipipe.engine.setup.compatibility import device_may_draw
 from sipipe.engine.setup.record import Setup
+from sipipe.gpu_slices import slice_for_worker
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.link import DeviceKind, Pair, transports
@@ -77,6 +78,8 @@ class Workers:
         with setup.worker_threads():
             threads = OMPProcessManager(_config_of_this_host(setup))
         shared = current_platform.is_cpu() and setup.cores.shared
+        replica = setup.vllm_config.parallel_config.data_parallel_index
+        before = replica * len(places)  # workers of other replicas on this host
         workers = []
         for local_rank, place in enumerate(places):
             descriptor = resource_tracker.getfd()
@@ -84,6 +87,7 @@ class Workers:
             tracker = os.fdopen(os.dup(descriptor), "wb")
             with threads.configure_omp_envs(rank=place.rank, local_rank=local_rank):
                 environment = {**os.environ, **waiting(shared=shared)}
+            environment |= slice_for_worker(before + local_rank, setup.config.devices)
             begin = None
             if may_fork(environment) and threads.cpu_lists:  # its threads are bound
                 cpus = threads.cpu_lists[local_rank]

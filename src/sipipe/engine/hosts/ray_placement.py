@@ -33,6 +33,7 @@ from sipipe.engine.hosts.ray_bundles import Bundle, arrange
 from sipipe.engine.hosts.ray_claim import Claim, Order
 from sipipe.engine.setup.host_agreement import ports_used, versions
 from sipipe.errors import ConfigError, StallError, UnsupportedError
+from sipipe.gpu_slices import named_slices
 from sipipe.ipc.secret import SECRET, SECRET_FILE, read_secret
 from sipipe.ipc.sockets import VARIABLE as SOCKETS
 from sipipe.observe.live import RUN_VARIABLE
@@ -115,8 +116,11 @@ def _visible(devices: list[str]) -> list[int]:
     or names. Raises ConfigError: this process cannot see one of them."""
     physical = current_platform.device_control_id_to_physical_device_id
     variable = current_platform.device_control_env_var
-    gpus = [physical(device) for device in devices]
     visible = os.environ.get(variable)
+    shown = named_slices()
+    if shown and {*devices} <= {*shown}:  # slices of one GPU have its number, all of them
+        return [shown.index(device) for device in devices]
+    gpus = [physical(device) for device in devices]
     if not visible:
         return gpus
     order = [physical(device) for device in visible.split(",")]

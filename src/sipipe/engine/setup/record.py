@@ -17,6 +17,7 @@ from unittest.mock import patch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import import_pynvml
 
 from sipipe.config import CorePlacement, SiPipeConfig
 from sipipe.cores import (
@@ -29,6 +30,7 @@ from sipipe.engine.setup import compatibility
 from sipipe.engine.setup.compatibility import STOCK_WORKERS
 from sipipe.engine.setup.stages import named
 from sipipe.engine.setup.vllm_config import PipelineVllmConfig
+from sipipe.gpu_slices import find_gpus_of_slices
 from sipipe.messages.link import buffer_tokens
 from sipipe.messages.start_records import Path
 
@@ -179,6 +181,7 @@ def assign_devices(vllm_config: VllmConfig, devices: Sequence[int] | None) -> No
     """Tell vLLM the GPUs of this host's workers; None: as they are numbered. It wants one for each
     worker of the engine, but looks up this host's only: the last one stands for the rest."""
     parallel, ids = vllm_config.parallel_config, None
+    find_gpus_of_slices(current_platform, import_pynvml)
     if devices is not None:
         # vLLM wants numbers of the machine's GPUs, users count those that are visible.
         found = [current_platform.visible_device_id_to_physical_device_id(gpu) for gpu in devices]

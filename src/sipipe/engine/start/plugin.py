@@ -131,6 +131,8 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     UnsupportedError for what SiPipe or vLLM refuse."""
     require_vllm()  # where this is another vLLM
     from vllm.engine import arg_utils
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import import_pynvml
     from vllm.v1.engine import utils
     from vllm.v1.utils import shutdown
 
@@ -151,9 +153,11 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     from sipipe.engine.start.new_requests import check_new_requests
     from sipipe.engine.start.prompt_text import keep_prompts_text_out
     from sipipe.engine.start.sessions import end_turns_with_their_session
+    from sipipe.gpu_slices import find_gpus_of_slices
     from sipipe.observe import metrics
 
     SiPipeConfig.from_additional_config(engine_args.additional_config)
+    find_gpus_of_slices(current_platform, import_pynvml)
     metrics.register()
     tell_clients_why()
     check_new_requests()

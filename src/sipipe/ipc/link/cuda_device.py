@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sipipe.errors import ResourceError, UnsupportedError
+from sipipe.gpu_slices import named_slices
 
 _IPC_HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
@@ -139,7 +140,8 @@ class CudaDevice(CudaDriver):
 
 def gpu_name(index: int) -> str:
     """Name of a GPU in every process of a host: its UUID, or that of the MIG slice."""
-    return str(torch.cuda.get_device_properties(index).uuid)
+    slices = named_slices()  # CUDA may say the UUID of their GPU, which they have in common
+    return slices[0] if slices else str(torch.cuda.get_device_properties(index).uuid)
 
 
 class _Handle(ctypes.Structure):
