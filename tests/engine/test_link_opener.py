@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -136,7 +137,7 @@ def test_slices_of_gpus_are_joined_by_host_memory_without_a_trial(data, stages):
         StageDescription(takes=TAKES, gpu=f"{kind}-{rank}") for rank, kind in enumerate(kinds)
     ]
     found = [link.kind for link in opening.join_stages()]
-    pairs = zip(kinds, kinds[1:], strict=False)
+    pairs = itertools.pairwise(kinds)
     assert found == ["shm" if "MIG" in pair else "cuda_ipc" for pair in pairs]
     assert len(calls.asked) == 1
 
