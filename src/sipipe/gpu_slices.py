@@ -32,8 +32,8 @@ def named_slices(environment: Mapping[str, str] | None = None) -> tuple[str, ...
     Args:
         environment: variables to look at; None: this process's.
     """
-    given = os.environ if environment is None else environment
-    names = [name.strip() for name in given.get(VISIBLE, "").split(",")]
+    variables = os.environ if environment is None else environment
+    names = [name.strip() for name in variables.get(VISIBLE, "").split(",")]
     return tuple(dict.fromkeys(takewhile(is_slice, names)))
 
 
@@ -73,8 +73,8 @@ def find_gpus_of_slices(platform: Any, import_nvml: Callable[[], Any]) -> None:
         nvml.nvmlInit()
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(device_id.strip())
-            whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-            return int(nvml.nvmlDeviceGetIndex(whole))
+            gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            return int(nvml.nvmlDeviceGetIndex(gpu))
         finally:
             nvml.nvmlShutdown()
 
