@@ -70,10 +70,8 @@ NOT_YET = frozenset(
         "engine/start",
         "ipc/link",
         "worker",
-        "worker/cpu_kernels",
         "worker/hooks",
         "worker/inputs",
-        "worker/projection",
     }
 )
 

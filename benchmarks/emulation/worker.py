@@ -168,15 +168,15 @@ class _Projection(torch.nn.Module):
     def _nowhere(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, self._columns, dtype=self._dtype, device="meta")
 
-    def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`ProjectionShard.whole`."""
+    def multiply(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`ProjectionShard.multiply`."""
         return self.compute_logits(hidden)
 
 
 class _ProjectionBeside(_Projection):
     """On another stage: in the rows is the time at which the last stage has made them."""
 
-    def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(self._device, _Beside)
         rows = len(hidden)
         hop = max(stage.hop(rows) for stage in self._profile.stages)

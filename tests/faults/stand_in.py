@@ -26,7 +26,7 @@ class Shard:
     def __init__(self, start, stop):
         self._logits = logits_table()[:, start:stop]
 
-    def whole(self, hidden, into=None):
+    def multiply(self, hidden, into=None):
         return look_up(self._logits, hidden)
 
 

@@ -80,7 +80,7 @@ class Columns:
     def __init__(self, start, stop, device):
         self.part = HEAD[:, start:stop].to(device)
 
-    def whole(self, hidden, _):
+    def multiply(self, hidden, _):
         return hidden @ self.part
 
 

@@ -62,7 +62,7 @@ def test_rows_that_pad_a_graph_are_not_drawn(monkeypatch):
         lora_config=None,
         sample=lambda hidden, *_: sizes.add(len(hidden)),
     )
-    logits = SimpleNamespace(compute=lambda hidden: hidden, whole=lambda columns: columns)
+    logits = SimpleNamespace(compute=lambda hidden: hidden, gather_rows=lambda columns: columns)
     measured = measure_module.measure_stage(runner, HostDevice(), 5, logits, None)
     assert sizes == {5}
     assert set(measured.plain) == {"greedy", "temperature"}

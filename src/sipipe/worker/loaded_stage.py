@@ -125,7 +125,7 @@ class LoadedStage:
             model = config.model_config
             hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
             with torch.inference_mode():
-                logits = stage_logits.settle(hidden)
+                logits = stage_logits.compute_first(hidden)
                 offered = self.sharing.offer(stage_logits, hidden)
         if logits is None:
             return described(offer=offered)
@@ -157,7 +157,7 @@ class LoadedStage:
             if writes and sharing.writer < logits.shape.ranks:
                 self._logits = LogitsHandover(logits, rank=sharing.writer)
                 self._device.lock_pages(self._logits.buffer)
-            sharing.keep()
+            sharing.withdraw_offer()
             if sharing.shard is not None:
                 self._projection = sharing.open(
                     self._ends, self._logits, around.record, around.fail

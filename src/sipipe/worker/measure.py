@@ -72,7 +72,7 @@ def _draw(
     sampler: DeviceSampler, stage_logits: StageLogits, hidden: torch.Tensor, batch: Any
 ) -> None:
     columns = stage_logits.compute(hidden)
-    if columns is not None and (rows := stage_logits.whole(columns)) is not None:
+    if columns is not None and (rows := stage_logits.gather_rows(columns)) is not None:
         sampler.draw(rows, batch.idx_mapping, batch.positions[batch.logits_indices])
 
 

@@ -100,7 +100,7 @@ class Head:
         self.rows.append(len(hidden))
         return hidden.clone()
 
-    def whole(self, columns):
+    def gather_rows(self, columns):
         return columns
 
 

@@ -86,8 +86,8 @@ def test_ranks_gather_whole_rows_of_their_columns():
         logits = stage_logits(None)
         logits.shard = 192
         logits._gather = lambda columns: parts.append(columns) or torch.cat(parts, 1)
-        found = logits.whole(whole[:, start : start + 192])
+        found = logits.gather_rows(whole[:, start : start + 192])
     assert [part.shape for part in parts] == [(3, 192)] * 2
     assert torch.equal(found, whole)
     logits._gather = lambda _: None
-    assert logits.whole(whole[:, 192:]) is None, "as vLLM leaves a rank"
+    assert logits.gather_rows(whole[:, 192:]) is None, "as vLLM leaves a rank"

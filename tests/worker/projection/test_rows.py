@@ -80,12 +80,12 @@ def test_parts_are_the_whole_bit_for_bit(dtype, options):
     hidden = torch.randn(5, HIDDEN, dtype=dtype) * 3
     whole = model.compute_logits(hidden)
     made = shards(model, (0, 192, 192, 704, VOCAB), dtype)
-    parts = [shard.whole(hidden) for shard in made]
+    parts = [shard.multiply(hidden) for shard in made]
     assert [part.shape[1] for part in parts] == [192, 0, 512, 296]
     assert torch.equal(torch.cat(parts, 1), whole)
     # Rows of other iterations change nothing but, by the kernel's blocks, the last bits.
     rows = torch.cat([torch.randn(30, HIDDEN, dtype=dtype), hidden])
-    joined = torch.cat([shard.whole(rows) for shard in made], 1)[30:]
+    joined = torch.cat([shard.multiply(rows) for shard in made], 1)[30:]
     torch.testing.assert_close(joined, whole)
     assert torch.equal(joined.argmax(1), whole.argmax(1))
     # The last stage has let go of its packed matrix, and scores prompts by the loaded one, which
@@ -100,7 +100,7 @@ def test_a_product_lies_where_it_should():
     model = Model()
     (shard,) = shards(model, (0, VOCAB), torch.float32)
     hidden, into = torch.randn(4, HIDDEN), torch.empty(4, VOCAB)
-    assert shard.whole(hidden, into).data_ptr() == into.data_ptr()
+    assert shard.multiply(hidden, into).data_ptr() == into.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_model_that_edits_its_logits_gets_whole_rows(change, whole):
     head, hidden = stage_logits(model), torch.randn(3, HIDDEN)
     assert head.columns == (512, VOCAB)
     kept = hidden.clone()
-    logits = head.settle(hidden)
+    logits = head.compute_first(hidden)
     assert torch.equal(hidden, kept)
     assert torch.equal(logits, head.compute(hidden))
     assert (head.shard, head.columns) == ((None, (0, VOCAB)) if whole else (512, (512, VOCAB)))

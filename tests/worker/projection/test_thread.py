@@ -43,7 +43,7 @@ class Shard:
     def __init__(self, start, stop):
         self.columns = torch.arange(start, stop)
 
-    def whole(self, rows, into=None):
+    def multiply(self, rows, into=None):
         return rows[:, :1] + self.columns
 
 
@@ -116,7 +116,7 @@ def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut):
         for iteration in range(7):
             hidden = torch.randn(1 + iteration % 2, HIDDEN)
             pair.put(iteration, len(hidden))
-            pair.finish(iteration, hidden, last.whole(hidden))
+            pair.finish(iteration, hidden, last.multiply(hidden))
             assert torch.equal(pair.read(iteration), model.compute_logits(hidden))
     assert [phase for phase, *_ in pair.phases] == [Phase.LOGITS] * 7
     assert all(began < ended for *_, began, ended in pair.phases)

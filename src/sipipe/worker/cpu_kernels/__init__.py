@@ -1,1 +1,1 @@
-"""What stands in for the Triton kernels of vLLM's second runner on CPUs."""
+"""Kernels of vLLM's second runner as CPUs run them."""

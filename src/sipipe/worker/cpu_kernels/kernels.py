@@ -1,13 +1,16 @@
 """Kernels of vLLM's second runner for a CPU, as NumPy expressions.
 
-Each does what vLLM's kernel of the same name does, in all of its programs, and has that kernel's
+Each function does what all programs of vLLM's kernel of the same name do. It has that kernel's
 parameter names, by which it is called (:mod:`sipipe.worker.cpu_kernels.launch`). Most have a slow,
-obvious twin in ``tests/worker/kernel_twins.py``. Rejected: compiled loops, which save 55 µs an
-iteration of 128 requests where vLLM prepares its inputs itself, and nothing elsewhere.
+obvious twin in ``tests/worker/kernel_twins.py``.
+
+Rejected: compiled loops, which save 55 µs an iteration of 128 requests where vLLM prepares its
+inputs itself, and nothing elsewhere.
 
 Shapes: B requests in the batch, T tokens in the batch, R rows of vLLM's request states, G groups of
-KV cache. ``idx_mapping`` [B] has each request's row, ``query_start_loc`` at least [B + 1] its first
-token. A table that holds addresses stands for arrays of int32, one a group.
+KV cache. ``idx_mapping`` [B] has each request's row of the states, ``query_start_loc`` at least
+[B + 1] its first token in the batch. A table of addresses stands for arrays of int32, one for each
+group.
 """
 
 import ctypes
@@ -25,20 +28,22 @@ Bools = NDArray[np.bool_]
 
 @lru_cache(256)
 def at(address: Any, rows: Any, width: Any) -> Int32:
-    """The array [rows, width] of int32 at ``address``, where it stays as long as it is asked for."""
+    """The array [rows, width] of int32 at ``address``. It is cached by address: vLLM keeps its
+    tables in place as long as it launches kernels on them."""
     memory: Any = (ctypes.c_int32 * int(rows * width)).from_address(int(address))
-    found: Int32 = np.frombuffer(memory, np.int32).reshape(rows, width)
-    return found
+    array: Int32 = np.frombuffer(memory, np.int32).reshape(rows, width)
+    return array
 
 
 def lengths(index: Int64, query_start_loc: Int32) -> Int32:
-    """How many tokens of each request are in the batch, [B]. (``np.diff`` takes ten times as long.)"""
+    """Numbers of tokens of each request in the batch, [B]."""
+    # `np.diff` takes ten times as long.
     count = len(index)
     return query_start_loc[1 : count + 1] - query_start_loc[:count]
 
 
 def places(index: Int64, query_start_loc: Int32, num_computed_tokens: Int32) -> tuple[Any, Any]:
-    """Of each token of a batch: its request's row, and its place among that request's; [T] both."""
+    """Rows of the requests of each token of the batch, and the tokens' positions; both [T]."""
     first = num_computed_tokens[index] - query_start_loc[: len(index)]
     counts = lengths(index, query_start_loc)
     return index.repeat(counts), first.repeat(counts) + np.arange(query_start_loc[len(index)])
@@ -57,11 +62,20 @@ def gather_block_tables(
     block_sizes_ptr: Any = None,
     MASK_SLIDING_WINDOW: bool = False,
 ) -> None:
-    """Write the block table of a batch, and zeros into the rows behind it; ``grid`` is G and the rows
-    to write, ``num_blocks_ptr`` [G, R] each row's blocks.
+    """Write the block tables of a batch, and zeros into the rows behind it.
 
-    Columns past a request's blocks keep what they held. With ``MASK_SLIDING_WINDOW``, the blocks
-    that no query of this iteration can see are the null block.
+    Columns past a request's blocks keep what they held.
+
+    Args:
+        grid: G, and the number of rows to write.
+        batch_idx_to_req_idx: ``idx_mapping``.
+        src_block_table_ptrs: [G], addresses of tables [R, stride].
+        dst_block_table_ptrs: [G], addresses of tables [rows to write, stride].
+        block_table_strides: [G], columns of a table.
+        num_blocks_ptr: [G, R], blocks of each row.
+        sliding_window_reach_ptr: [G], tokens before a query that it sees; 0: all.
+        block_sizes_ptr: [G], tokens of a block.
+        MASK_SLIDING_WINDOW: write the null block, 0, for blocks that no query of this iteration sees.
     """
     index = batch_idx_to_req_idx[:num_reqs]
     for group, width in enumerate(block_table_strides):
@@ -71,12 +85,12 @@ def gather_block_tables(
         most = counts.max(initial=0)
         source = at(src_block_table_ptrs[group], num_blocks_ptr.shape[1], width)[:, :most]
         columns = np.arange(most, dtype=np.int32)
-        there = columns < counts[:, None]
-        np.copyto(target[:num_reqs, :most], source[index], where=there)
+        exist = columns < counts[:, None]
+        np.copyto(target[:num_reqs, :most], source[index], where=exist)
         if MASK_SLIDING_WINDOW and sliding_window_reach_ptr[group] > 0:
             oldest = num_computed_tokens_ptr[index] - sliding_window_reach_ptr[group]
             unseen = columns < (oldest // block_sizes_ptr[group])[:, None]
-            target[:num_reqs, :most][unseen & there] = 0
+            target[:num_reqs, :most][unseen & exist] = 0
 
 
 def compute_slot_mappings(
@@ -91,21 +105,31 @@ def compute_slot_mappings(
     slot_mappings_ptr: Int64,
     PAD_ID: int,
 ) -> None:
-    """Write the KV cache slot of each token of a batch into ``slot_mappings_ptr`` [G, at least
-    max_num_tokens], and ``PAD_ID`` behind them, for a group without slots and for a row of -1."""
-    rows, tokens = (
-        idx_mapping.repeat(lengths(idx_mapping, query_start_loc)),
-        query_start_loc[len(idx_mapping)],
-    )
+    """Write the KV cache slot of each token of a batch.
+
+    ``PAD_ID`` stands behind the tokens, for all tokens of a group without slots, and for tokens of a
+    row of -1.
+
+    Args:
+        pos: [at least T], positions.
+        block_table_ptrs: [G], addresses of tables [R, stride].
+        block_table_strides: [G], columns of a table.
+        block_sizes: [G], tokens of a block.
+        slot_mapping_enabled: [G], false for a group without slots.
+        slot_mappings_ptr: out, [G, at least max_num_tokens].
+    """
+    rows = idx_mapping.repeat(lengths(idx_mapping, query_start_loc))
+    tokens = query_start_loc[len(idx_mapping)]
     most = idx_mapping.max(initial=0) + 1
     for group, enabled in enumerate(slot_mapping_enabled):
-        slots, size = slot_mappings_ptr[group], int(block_sizes[group])
+        slots = slot_mappings_ptr[group]
+        size = int(block_sizes[group])
         slots[tokens:max_num_tokens] = PAD_ID
         if not enabled:
             slots[:tokens] = PAD_ID
             continue
         blocks = at(block_table_ptrs[group], most, block_table_strides[group])
-        columns = np.where(rows < 0, 0, pos[:tokens] // size)  # a row of -1 has any position
+        columns = np.where(rows < 0, 0, pos[:tokens] // size)  # -1: any position
         slots[:tokens] = blocks[rows, columns] * np.int64(size) + pos[:tokens] % size
         slots[:tokens][rows < 0] = PAD_ID
 
@@ -120,12 +144,22 @@ def prepare_prefill_inputs(
     prefill_lens_ptr: Int32,
     num_computed_tokens_ptr: Int32,
 ) -> None:
-    """Write the tokens of requests that are in their prompt, from ``all_token_ids_ptr`` [R,
-    max_model_len], and those that follow: [num_lookahead, R], 0 behind the prompt."""
+    """Write the input tokens of requests that are in their prompt, and the tokens that follow those.
+
+    Args:
+        input_ids_ptr: out, [at least T].
+        next_prefill_tokens_ptr: out, [num_lookahead, R], the prompt's tokens behind this batch's, and
+            0 behind the prompt.
+        all_token_ids_ptr: [R, max_model_len].
+        prefill_lens_ptr: [R], lengths of prompts.
+        num_computed_tokens_ptr: [R].
+    """
     prompts = prefill_lens_ptr[idx_mapping_ptr]
     for batch in (num_computed_tokens_ptr[idx_mapping_ptr] < prompts).nonzero()[0]:
-        row, length = idx_mapping_ptr[batch], prompts[batch]
-        begin, end = query_start_loc_ptr[batch], query_start_loc_ptr[batch + 1]
+        row = idx_mapping_ptr[batch]
+        length = prompts[batch]
+        begin = query_start_loc_ptr[batch]
+        end = query_start_loc_ptr[batch + 1]
         first = num_computed_tokens_ptr[row]
         last = first + end - begin
         input_ids_ptr[begin:end] = all_token_ids_ptr[row, first:last]
@@ -142,13 +176,14 @@ def prepare_pos_seq_lens(
     num_computed_tokens_ptr: Int32,
     max_num_reqs: int,
 ) -> None:
-    """Write positions and sequence lengths, and length 0 behind the batch."""
+    """Write the tokens' positions into ``pos_ptr`` [at least T], and the requests' lengths with this
+    iteration's tokens into ``seq_lens_ptr`` [max_num_reqs], which are 0 behind the batch."""
     count = len(idx_mapping_ptr)
-    ran = lengths(idx_mapping_ptr, query_start_loc_ptr)
-    seq_lens_ptr[:count] = num_computed_tokens_ptr[idx_mapping_ptr] + ran
+    new = lengths(idx_mapping_ptr, query_start_loc_ptr)
+    seq_lens_ptr[:count] = num_computed_tokens_ptr[idx_mapping_ptr] + new
     seq_lens_ptr[count:max_num_reqs] = 0
-    _, found = places(idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr)
-    pos_ptr[: len(found)] = found
+    _, positions = places(idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr)
+    pos_ptr[: len(positions)] = positions
 
 
 def combine_sampled_and_draft_tokens(
@@ -160,8 +195,16 @@ def combine_sampled_and_draft_tokens(
     prefill_len_ptr: Int32,
     logits_indices_ptr: Int64,
 ) -> None:
-    """Write which tokens have logits, one a request, as the runner has no drafts, and the input token
-    of each request that decodes, from ``last_sampled_tokens_ptr`` [R, 1]."""
+    """Write which tokens have logits, and the input tokens of requests that decode. SiPipe's samplers
+    verify drafts, so the runner has none, and each request has one token with logits: its last.
+
+    Args:
+        input_ids_ptr: out, [at least T].
+        last_sampled_tokens_ptr: [R, 1].
+        seq_lens_ptr: [at least B], lengths with this iteration's tokens.
+        prefill_len_ptr: [R], lengths of prompts.
+        logits_indices_ptr: out, [B].
+    """
     count = len(idx_mapping_ptr)
     last = query_start_loc_ptr[1 : count + 1] - 1
     logits_indices_ptr[:count] = last
@@ -183,15 +226,19 @@ def prepare_rope_positions(
 
     Args:
         positions_ptr: out, [D, more than T].
-        prefill_positions_ptr: [R x D, max_model_len], of each token of a prompt.
-        prefill_delta_ptr: [R], what is added to the place of a token behind the prompt.
+        prefill_positions_ptr: [R x D, max_model_len], positions of the tokens of prompts.
+        prefill_delta_ptr: [R], added to the position of a token behind the prompt.
+        prefill_lens_ptr: [R], lengths of prompts.
+        num_computed_tokens_ptr: [R].
     """
-    rows, found = places(idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr)
-    positions_ptr[:NUM_DIMS, : len(found)] = found + prefill_delta_ptr[rows]
-    known = (num_computed_tokens_ptr[rows] < prefill_lens_ptr[rows]).nonzero()[0]
-    for dimension in range(NUM_DIMS if len(known) else 0):
-        row = rows[known] * NUM_DIMS + dimension
-        positions_ptr[dimension, known] = prefill_positions_ptr[row, found[known]]
+    rows, positions = places(idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr)
+    positions_ptr[:NUM_DIMS, : len(positions)] = positions + prefill_delta_ptr[rows]
+    prompt = (num_computed_tokens_ptr[rows] < prefill_lens_ptr[rows]).nonzero()[0]
+    if not len(prompt):
+        return
+    for dimension in range(NUM_DIMS):
+        row = rows[prompt] * NUM_DIMS + dimension
+        positions_ptr[dimension, prompt] = prefill_positions_ptr[row, positions[prompt]]
 
 
 def prompt_logprobs_token_ids(
@@ -201,11 +248,12 @@ def prompt_logprobs_token_ids(
     num_computed_tokens_ptr: Int32,
     all_token_ids_ptr: Int32,
 ) -> None:
-    """Write the token behind each token of a batch, of the same request."""
-    rows, found = places(idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr)
-    # Of a full context's last token nobody asks what follows.
-    following = np.minimum(found + 1, all_token_ids_ptr.shape[1] - 1)
-    prompt_logprobs_token_ids_ptr[: len(found)] = all_token_ids_ptr[rows, following]
+    """Write for each token of the batch the next token of its request, from ``all_token_ids_ptr``
+    [R, max_model_len], into ``prompt_logprobs_token_ids_ptr`` [at least T]."""
+    rows, positions = places(idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr)
+    # The last token of a full context has no next one, and nobody reads its value.
+    following = np.minimum(positions + 1, all_token_ids_ptr.shape[1] - 1)
+    prompt_logprobs_token_ids_ptr[: len(positions)] = all_token_ids_ptr[rows, following]
 
 
 def apply_write(
@@ -217,14 +265,16 @@ def apply_write(
     write_cu_lens_ptr: Int32,
     write_group_ids_ptr: Any,
 ) -> None:
-    """Write pieces into rows: of one array, or of the array of the piece's group.
+    """Write pieces into rows of one array, or of the array of each piece's group.
 
     Args:
-        output_ptr: [R, W] or [R]; with groups, the addresses of [R, W_g], [G].
-        output_stride: elements of a row; with groups, [G].
+        output_ptr: [R, W] or [R]; with groups [G], addresses of arrays [R, W_g].
+        output_stride: elements of a row; with groups [G].
+        write_indices_ptr: each piece's row.
+        write_starts_ptr: each piece's first column.
         write_contents_ptr: the pieces, one behind another.
-        write_cu_lens_ptr: where each piece ends.
-        write_group_ids_ptr: each piece's group, or None.
+        write_cu_lens_ptr: the end of each piece in ``write_contents_ptr``.
+        write_group_ids_ptr: each piece's group; None without groups.
     """
     begin = 0
     pieces = zip(write_indices_ptr, write_starts_ptr, write_cu_lens_ptr, strict=True)
@@ -234,7 +284,8 @@ def apply_write(
         else:
             group = write_group_ids_ptr[piece]
             width = output_stride[group]
-            target = at(output_ptr[group] + np.uint64(4 * int(row) * int(width)), 1, width)[0]
+            row_bytes = 4 * int(width)
+            target = at(output_ptr[group] + np.uint64(int(row) * row_bytes), 1, width)[0]
         target[start : start + end - begin] = write_contents_ptr[begin:end]
         begin = end
 
@@ -251,46 +302,55 @@ def post_update(
     all_token_ids_ptr: Int32,
     total_len_ptr: Int32,
 ) -> None:
-    """Take over drawn tokens into the request states; a row of -1 is left out.
+    """Write drawn tokens into the request states. A row of -1 is left out.
 
     Args:
-        output_bin_counts_ptr: [R, V], or None.
-        sampled_tokens_ptr: [B, 1], as the runner has no drafts; num_sampled_ptr [B]: whether it is.
-        query_start_loc_ptr: [B + 1]; None: computed tokens were counted before.
+        num_computed_tokens_ptr: in and out, [R].
+        last_sampled_tokens_ptr: out, [R, 1].
+        output_bin_counts_ptr: in and out, [R, V], how often each token was drawn; or None.
+        sampled_tokens_ptr: [B, 1], as the runner has no drafts.
+        num_sampled_ptr: [B], 1 for a request with a drawn token, else 0.
+        num_rejected_ptr: [B], tokens of this iteration that do not count as computed.
+        query_start_loc_ptr: [B + 1]; None if computed tokens were counted before.
+        all_token_ids_ptr: in and out, [R, max_model_len].
+        total_len_ptr: in and out, [R], tokens in ``all_token_ids_ptr``.
     """
-    there = idx_mapping_ptr >= 0
-    drawn = (there & (num_sampled_ptr > 0)).nonzero()[0]
-    rows, tokens = idx_mapping_ptr[drawn], sampled_tokens_ptr[drawn, 0]
+    exist = idx_mapping_ptr >= 0
+    drawn = (exist & (num_sampled_ptr > 0)).nonzero()[0]
+    rows = idx_mapping_ptr[drawn]
+    tokens = sampled_tokens_ptr[drawn, 0]
     last_sampled_tokens_ptr[rows, 0] = tokens
     total = total_len_ptr[rows]
     all_token_ids_ptr[rows, total] = tokens
     total_len_ptr[rows] = total + 1
     if output_bin_counts_ptr is not None:
         output_bin_counts_ptr[rows, tokens] += 1
-    ran = -num_rejected_ptr
+    computed = -num_rejected_ptr
     if query_start_loc_ptr is not None:
-        ran += lengths(idx_mapping_ptr, query_start_loc_ptr)
-    num_computed_tokens_ptr[idx_mapping_ptr[there]] += ran[there]
+        computed += lengths(idx_mapping_ptr, query_start_loc_ptr)
+    num_computed_tokens_ptr[idx_mapping_ptr[exist]] += computed[exist]
 
 
 def post_update_num_computed_tokens(
     idx_mapping_ptr: Int64, num_computed_tokens_ptr: Int32, query_start_loc_ptr: Int32
 ) -> None:
-    """Count the tokens of this iteration as computed."""
+    """Count the tokens of this iteration as computed, in ``num_computed_tokens_ptr`` [R]."""
     num_computed_tokens_ptr[idx_mapping_ptr] += lengths(idx_mapping_ptr, query_start_loc_ptr)
 
 
 def fill_num_accepted(idx_mapping_ptr: Int64, num_accepted_ptr: Int32, num_sampled: int) -> None:
-    """Write one number for all requests; a row of -1 is left out."""
+    """Write ``num_sampled`` for all requests of the batch into ``num_accepted_ptr`` [R]. A row of -1 is
+    left out."""
     num_accepted_ptr[idx_mapping_ptr[idx_mapping_ptr >= 0]] = num_sampled
 
 
 def scatter_num_accepted(
     idx_mapping_ptr: Int64, num_sampled_ptr: Int32, num_accepted_ptr: Int32
 ) -> None:
-    """Write how many tokens each request got, at least 1; a row of -1 is left out."""
-    there = (idx_mapping_ptr >= 0).nonzero()[0]
-    num_accepted_ptr[idx_mapping_ptr[there]] = np.maximum(num_sampled_ptr[there], 1)
+    """Write into ``num_accepted_ptr`` [R] how many tokens each request got, from ``num_sampled_ptr``
+    [B], at least 1. A row of -1 is left out."""
+    exist = (idx_mapping_ptr >= 0).nonzero()[0]
+    num_accepted_ptr[idx_mapping_ptr[exist]] = np.maximum(num_sampled_ptr[exist], 1)
 
 
 def preprocess_mamba_align(
@@ -304,13 +364,16 @@ def preprocess_mamba_align(
     num_reqs: int,
     MAMBA_BLOCK_SIZE: int,
 ) -> None:
-    """Find the block of each request's recurrent state: that of the last token so far, which moves
-    to that of the last token of this iteration.
+    """Write in which block each request's recurrent state is, before and after this iteration. A state
+    is in the block of its last token, so it moves when this iteration's tokens reach another.
 
     Args:
-        state_idx_ptr: in and out, [R]; -1 in a request without tokens.
-        src_col_ptr: out, [R], what ``state_idx_ptr`` was.
-        src_off_ptr: out, [R], tokens of drafts that were accepted.
+        state_idx_ptr: in and out, [R], column of the block; -1 for a request without tokens.
+        num_computed_tokens_ptr: [R].
+        num_accepted_tokens_ptr: in and out, [R], tokens that the last iteration gave.
+        src_col_ptr: out, [R], ``state_idx_ptr`` as it was.
+        src_off_ptr: out, [R], draft tokens of the last iteration that were accepted.
+        MAMBA_BLOCK_SIZE: tokens of a block.
     """
     rows = idx_mapping_ptr[:num_reqs]
     before = state_idx_ptr[rows]
@@ -338,36 +401,46 @@ def precopy_mamba_align(
     idx_mapping_ptr: Int64,
     num_reqs: int,
 ) -> None:
-    """Copy recurrent states of requests that have come to another block into that block: whole ones,
-    as the runner has no drafts, and so no part of a state is of tokens that were rejected.
+    """Copy the recurrent states of requests that have reached another block into that block. Whole
+    states are copied: as the runner has no drafts, no part of a state is of rejected tokens.
 
     Args:
-        state_base_addrs_ptr: [S], of each state of each layer, and likewise the others: bytes
-            between blocks, bytes of an element, elements of a token (or of the whole), tokens of a
-            convolution (or 0), group of KV cache, rows of a layout with tokens innermost (or 0)
-            and bytes between those.
+        mamba_state_idx_ptr: [R], column of the block to copy to.
+        src_col_ptr: [R], column of the block to copy from; -1: there is none.
+        block_table_ptrs_ptr: [G], addresses of tables [R, block_table_stride_req].
+        state_base_addrs_ptr: [S], address of block 0 of each state of each layer.
+        state_block_strides_ptr: [S], bytes between blocks.
+        state_elem_sizes_ptr: [S], bytes of an element.
+        state_inner_sizes_ptr: [S], elements of a token, or of the state if it has no tokens.
+        state_conv_widths_ptr: [S], tokens of a convolution's state, or 0.
+        state_group_indices_ptr: [S], group of KV cache.
+        state_dim_row_count_ptr: [S], rows of a layout with tokens innermost, or 0.
+        state_dim_row_stride_ptr: [S], bytes between such rows.
     """
     rows = idx_mapping_ptr[:num_reqs]
-    sources, targets = src_col_ptr[rows], mamba_state_idx_ptr[rows]
+    sources = src_col_ptr[rows]
+    targets = mamba_state_idx_ptr[rows]
     moved = ((rows >= 0) & (sources >= 0) & (sources != targets)).nonzero()[0]
     if not len(moved):
         return
     elements = np.maximum(state_conv_widths_ptr, 1) * state_inner_sizes_ptr
-    sizes, parts = elements * state_elem_sizes_ptr, np.maximum(state_dim_row_count_ptr, 1)
+    sizes = elements * state_elem_sizes_ptr
+    parts = np.maximum(state_dim_row_count_ptr, 1)
     for state, group in enumerate(state_group_indices_ptr):
         table = at(block_table_ptrs_ptr[group], rows.max() + 1, block_table_stride_req)
-        stride, base = int(state_block_strides_ptr[state]), int(state_base_addrs_ptr[state])
+        stride = int(state_block_strides_ptr[state])
+        base = int(state_base_addrs_ptr[state])
         for batch in moved:
             blocks = table[rows[batch]]
-            read = base + int(blocks[sources[batch]]) * stride
-            written = base + int(blocks[targets[batch]]) * stride
+            source = base + int(blocks[sources[batch]]) * stride
+            target = base + int(blocks[targets[batch]]) * stride
             for part in range(parts[state]):
-                start = part * int(state_dim_row_stride_ptr[state])
-                ctypes.memmove(written + start, read + start, int(sizes[state]))
+                offset = part * int(state_dim_row_stride_ptr[state])
+                ctypes.memmove(target + offset, source + offset, int(sizes[state]))
 
 
 def postprocess_mamba() -> None:
-    """Nothing: a state ends where its tokens do, unless drafts were rejected."""
+    """Do nothing: a state ends where its tokens do, as no draft is rejected here."""
 
 
 def zero_kv_blocks(
@@ -376,7 +449,14 @@ def zero_kv_blocks(
     seg_page_sizes_ptr: Int64,
     block_ids_ptr: Int64,
 ) -> None:
-    """Zero blocks of KV cache in every segment: at an address, so many int32 apart and long."""
+    """Zero blocks of KV cache in every segment.
+
+    Args:
+        seg_addrs_ptr: addresses of block 0 of each segment.
+        seg_block_strides_ptr: int32 between blocks of each segment.
+        seg_page_sizes_ptr: int32 of a block of each segment.
+        block_ids_ptr: the blocks.
+    """
     segments = [
         array.tolist() for array in (seg_addrs_ptr, seg_block_strides_ptr, seg_page_sizes_ptr)
     ]

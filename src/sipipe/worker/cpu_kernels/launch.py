@@ -1,11 +1,16 @@
-"""Has vLLM's second runner run on a CPU: kernels of ours in place of its Triton kernels.
+"""Installation of SiPipe's kernels in the place of the Triton kernels of vLLM's second runner.
+
+With these kernels the second runner runs on CPUs without Triton.
 
 vLLM launches a kernel as ``kernel[grid](...)``, from a name of the module that defines it. That
 name gets a :class:`Launch`, which hands the arguments on by the parameter names of vLLM's kernel. So
 vLLM may add parameters, or change their order.
 
-What the second runner's sampler launches is not here: on CPUs SiPipe's samplers draw, or vLLM's
+Kernels of the second runner's sampler are not here: on CPUs SiPipe's samplers draw, or vLLM's
 PyTorch sampler (:mod:`sipipe.worker.hooks.torch_rows`).
+
+Rejected: vLLM's own register of substitutes (``vllm.triton_utils.dispatcher``), which hands on no
+grid.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ ARRAYS: dict[str, Callable[..., None]] = {
     ),
     "utils._zero_kv_blocks_kernel": kernels.zero_kv_blocks,
 }
-"""Ours for vLLM's, by its name below ``vllm.v1.worker``; they take arrays."""
+"""Kernels that take NumPy arrays, by the name below ``vllm.v1.worker`` of the one that they replace."""
 
 
 def topk_log_softmax(
@@ -59,16 +64,23 @@ def topk_log_softmax(
     topk: int,
     vocab_size: int,
 ) -> None:
-    """Log-probabilities [n, topk] of the tokens that are named, from logits [n, at least V]."""
+    """Write log-probabilities of some tokens of each row.
+
+    Args:
+        output_ptr: out, [n, topk], float32.
+        logits_ptr: [n, at least vocab_size].
+        topk_ids_ptr: [n, at least topk], tokens.
+    """
     logits = logits_ptr[:, :vocab_size].float()
-    found = logits.gather(-1, topk_ids_ptr[:, :topk])
-    torch.sub(found, logits.logsumexp(-1, keepdim=True), out=output_ptr)
+    chosen = logits.gather(-1, topk_ids_ptr[:, :topk])
+    torch.sub(chosen, logits.logsumexp(-1, keepdim=True), out=output_ptr)
 
 
 def ranks(
     output_ptr: torch.Tensor, logits_ptr: torch.Tensor, token_ids_ptr: torch.Tensor, vocab_size: int
 ) -> None:
-    """How many logits of a row are at least that of its token, [n]."""
+    """Write into ``output_ptr`` [n] how many logits of each row, of ``logits_ptr`` [n, at least
+    vocab_size], are at least that of its token in ``token_ids_ptr`` [n]."""
     logits = logits_ptr[:, :vocab_size]
     torch.sum(logits >= logits.gather(-1, token_ids_ptr.view(-1, 1)), -1, out=output_ptr)
 
@@ -82,18 +94,32 @@ def apply_prompt_embeds(
     query_start_loc_ptr: torch.Tensor,
     num_computed_tokens_ptr: torch.Tensor,
 ) -> None:
-    """Rows of requests whose prompts are embeddings [L, H], into the batch's [tokens, H]; but for
-    positions that a request's mask [L] says are tokens."""
-    starts, into = query_start_loc_ptr.tolist(), inputs_embeds_ptr
-    width = into.shape[1] * into.element_size()
+    """Copy embeddings of prompts that are given as embeddings into the batch's input.
+
+    Args:
+        inputs_embeds_ptr: out, [tokens, H].
+        embeds_ptrs_ptr: [R], the address of each request's embeddings [L, H], of the same dtype.
+        mask_ptrs_ptr: [R], the address of a byte for each of the L positions, which is not 0 where
+            the position holds a token; or 0 for a request without such positions.
+        embeds_lens_ptr: [R], L.
+        idx_mapping_ptr: [B], each request's row.
+        query_start_loc_ptr: [B + 1], each request's first token in the batch.
+        num_computed_tokens_ptr: [R].
+    """
+    starts = query_start_loc_ptr.tolist()
+    row_bytes = inputs_embeds_ptr.shape[1] * inputs_embeds_ptr.element_size()
     for request, row in enumerate(idx_mapping_ptr.tolist()):
-        computed, length = int(num_computed_tokens_ptr[row]), int(embeds_lens_ptr[row])
-        source, mask = int(embeds_ptrs_ptr[row]), int(mask_ptrs_ptr[row])
+        computed = int(num_computed_tokens_ptr[row])
+        length = int(embeds_lens_ptr[row])
+        source = int(embeds_ptrs_ptr[row])
+        mask = int(mask_ptrs_ptr[row])
         first = starts[request]
-        for place in range(min(starts[request + 1] - first, length - computed)):
-            at = computed + place
-            if not mask or not ctypes.string_at(mask + at, 1)[0]:
-                ctypes.memmove(into[first + place].data_ptr(), source + at * width, width)
+        for offset in range(min(starts[request + 1] - first, length - computed)):
+            position = computed + offset
+            is_token = mask and ctypes.string_at(mask + position, 1)[0]
+            if not is_token:
+                target = inputs_embeds_ptr[first + offset].data_ptr()
+                ctypes.memmove(target, source + position * row_bytes, row_bytes)
 
 
 TENSORS: dict[str, Callable[..., None]] = {
@@ -101,15 +127,17 @@ TENSORS: dict[str, Callable[..., None]] = {
     "gpu.sample.logprob._ranks_kernel": ranks,
     "gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel": apply_prompt_embeds,
 }
-"""As :data:`ARRAYS`, but torch's own, or seldom needed: they take tensors."""
+"""Kernels that take tensors, by name as :data:`ARRAYS`: torch has most of them, or they run seldom."""
 
 
 class Launch:
-    """Stands where vLLM's ``kernel`` stood, whose parameter names count.
+    """Object in the place of vLLM's ``kernel``, which launches ``function`` instead.
 
     Args:
-        function: ours. A parameter ``grid`` gets the numbers of programs that vLLM launches.
-        take: makes of an argument of vLLM's what ``function`` takes.
+        kernel: vLLM's, whose parameter names say which argument is which.
+        function: SiPipe's. Its parameter ``grid``, if it has one, gets the numbers of programs that
+            vLLM launches.
+        take: converts an argument of vLLM's to one of ``function``'s.
 
     Raises TypeError: vLLM's kernel has no parameter of a name that ``function`` needs.
     """
@@ -117,15 +145,17 @@ class Launch:
     def __init__(
         self, kernel: Callable[..., None], function: Callable[..., None], take: Callable[[Any], Any]
     ) -> None:
-        self._function, self._take = function, take
-        given = list(inspect.signature(kernel).parameters)
-        wanted = inspect.signature(function).parameters
-        self._hands_grid = "grid" in wanted
-        self._wanted = [(given.index(name), name) for name in wanted if name in given]
+        self._function = function
+        self._take = take
+        names = list(inspect.signature(kernel).parameters)
+        parameters = inspect.signature(function).parameters
+        self._hands_grid = "grid" in parameters
+        self._parameters = [(names.index(name), name) for name in parameters if name in names]
+        """Positions and names of the arguments that ``function`` takes, in its order."""
         missing = [
             name
-            for name, parameter in wanted.items()
-            if name not in ("grid", *given) and parameter.default is parameter.empty
+            for name, parameter in parameters.items()
+            if name not in ("grid", *names) and parameter.default is parameter.empty
         ]
         if missing:
             raise TypeError(f"vLLM's {kernel.__name__} has no {', '.join(missing)}")
@@ -134,30 +164,35 @@ class Launch:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-        take, count = self._take, len(arguments)
-        handed = [
-            take(arguments[place] if place < count else named[name]) for place, name in self._wanted
+        """Run ``function`` with what vLLM launches its kernel with."""
+        taken = [
+            self._take(arguments[position] if position < len(arguments) else named[name])
+            for position, name in self._parameters
         ]
-        self._function(grid, *handed) if self._hands_grid else self._function(*handed)
+        if self._hands_grid:
+            self._function(grid, *taken)
+        else:
+            self._function(*taken)
 
 
 def array(argument: Any) -> Any:
-    """A tensor as an array of the same memory; anything else as it is."""
+    """A tensor on the CPU as an array of the same memory; anything else as it is."""
     return argument.numpy() if isinstance(argument, torch.Tensor) else argument
 
 
 def install() -> None:
-    """Set ours in place of vLLM's kernels, in this process.
+    """Put SiPipe's kernels in the place of vLLM's, in this process. Nothing is done where Triton runs,
+    since vLLM's own kernels do then.
 
-    Nothing is done where Triton runs on CPUs: vLLM's own kernels do. Raises TypeError,
-    AttributeError: this vLLM's kernels are others."""
+    Raises TypeError, AttributeError: this vLLM has other kernels."""
     if HAS_TRITON:
         return
     # vLLM's stand-in for Triton lacks what launches of the second runner ask for.
     triton.next_power_of_2 = next_power_of_2
     for table, take in ((ARRAYS, array), (TENSORS, lambda tensor: tensor)):
         for name, function in table.items():
-            below, _, kernel = name.rpartition(".")
-            module = import_module(f"vllm.v1.worker.{below}")
-            if not isinstance(found := getattr(module, kernel), Launch):
-                setattr(module, kernel, Launch(found, function, take))
+            module_name, _, kernel_name = name.rpartition(".")
+            module = import_module(f"vllm.v1.worker.{module_name}")
+            kernel = getattr(module, kernel_name)
+            if not isinstance(kernel, Launch):  # it may be installed already
+                setattr(module, kernel_name, Launch(kernel, function, take))

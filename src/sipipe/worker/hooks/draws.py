@@ -167,7 +167,7 @@ class LastRows(NothingDrawn):
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         self.projection = projection
         if logits is not None:
-            self._ahead, self._writes = logits.ahead, True
+            self._ahead, self._writes = logits.place_for, True
 
     def begin(self, launched: Launched) -> None:
         self._now, output = launched, launched.inputs.output
@@ -293,7 +293,7 @@ class SomeDrawnHere(LastRows):
         super()._stand_in(self._sampler)
 
     def _drawn(self, columns: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
-        logits = self.stage_logits.whole(columns)
+        logits = self.stage_logits.gather_rows(columns)
         if logits is None or not self._reports:  # one rank says the tokens
             return super()._drawn(columns, batch, rows)
         positions = batch.positions[batch.logits_indices[rows]]

@@ -1,1 +1,1 @@
-"""Where the logits of a stage are computed: whole on the last one, or shared out over all."""
+"""Computation of logits: all on the last stage, or shared out over all stages."""

@@ -1,7 +1,7 @@
-"""Where the output projection of a stage is computed: here, or shared out over all stages.
+"""A stage's part of the output projection: all of it, none, or its share of the columns.
 
-Shared out, the last stage's final hidden states go to every other stage on a link of their own
-(:mod:`sipipe.worker.projection.thread`).
+Where it is shared out, the last stage's final hidden states go to every other stage on a link of
+their own (:mod:`sipipe.worker.projection.thread`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from sipipe.worker.projection.logits import StageLogits
 from sipipe.worker.projection.rows import ProjectionShard
 
 Record = Callable[[Phase, ModelInput, int, int], None]
-"""Takes a phase, its iteration, when it began and when it ended."""
-
+"""Records a phase of an iteration with its begin and end, in nanoseconds of ``time.monotonic_ns``."""
 
 KEY = "hidden_states"
-"""Of final hidden states on their links."""
+"""Key of the final hidden states among the tensors of their links."""
 
 
 class Projection:
-    """Not shared out: the last stage has all of it, ``stage_logits``, other stages nothing."""
+    """The output projection where it is not shared out: the last stage, which has ``stage_logits``,
+    computes all of it, and other stages nothing."""
 
     def __init__(self, stage_logits: StageLogits | None = None) -> None:
         self._stage_logits = stage_logits
 
     def passing(self) -> AbstractContextManager[object]:
-        """Held while a forward pass is launched."""
+        """Context in which a forward pass is launched."""
         return nullcontext()
 
     def waiting(self) -> AbstractContextManager[object]:
-        """Held within :meth:`passing`, while the pass waits for another process."""
+        """Context within :meth:`passing` in which the pass waits for another process."""
         return nullcontext()
 
     def columns(
@@ -48,31 +48,31 @@ class Projection:
         rows: torch.Tensor,
         into: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Last stage: this rank's columns of the logits of final hidden states [n, H]; in ``into``
-        as :meth:`StageLogits.compute` has it. None on a rank that writes none."""
+        """This rank's columns of the logits of final hidden states ``rows`` [n, H], on the last stage.
+        They lie in ``into`` as :meth:`.StageLogits.compute` says. None on a rank that writes none."""
         assert self._stage_logits is not None, "only the last stage has final hidden states"
         return self._stage_logits.compute(rows, into)
 
     def put(self, launched: Launched) -> None:
-        """An iteration has been launched."""
+        """Take note of an iteration that has been launched."""
 
     def drain(self) -> None:
-        """Return when nothing of an iteration is due."""
+        """Wait until the products of all iterations so far are done."""
 
     def doing(self) -> str:
-        """What is due, for the report of a stall."""
+        """The product that is computed now, as a predicate, for the report of a stall."""
         return ""
 
     def close(self) -> None:
-        """End the links, and whatever waits for them."""
+        """End the links, and the threads that wait for them."""
 
 
 @dataclass
 class SharedProjection(Projection):
-    """The last stage's part, where it is shared out."""
+    """The last stage's share of the output projection, where it is shared out."""
 
     _senders: Sequence[Sender]
-    """One to each other stage."""
+    """Links to the same rank of each other stage."""
     _shard: ProjectionShard
     _record: Record
 
@@ -84,7 +84,7 @@ class SharedProjection(Projection):
             # wait: stall_timeout; a stage that is m products behind, or its end
             sender.send(inputs.iteration, len(rows), {KEY: rows})
         self._record(Phase.SEND, inputs, began, time.monotonic_ns())
-        return self._shard.whole(rows, into)
+        return self._shard.multiply(rows, into)
 
     def close(self) -> None:
         for sender in self._senders:

@@ -1,10 +1,10 @@
 """The rows of the output projection that a rank multiplies by, where it is shared out.
 
-The last stage's ranks offer the rows of their loaded model in shared memory; every rank of every
-stage takes its part of them: on CPUs packed with vLLM's own kernels, on GPUs as it is.
+The last stage's ranks offer the rows of their loaded model in shared memory. Every rank of every
+stage takes its part of them: on CPUs packed by vLLM's own kernels, on GPUs as it is.
 
-Who runs here: whoever follows BIC-I, in control calls; the thread that multiplies in
-:meth:`ProjectionShard.whole`.
+Who runs here: the thread that follows BIC-I, in control calls; the thread that multiplies, in
+:meth:`ProjectionShard.multiply`.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,24 @@ _HOST = torch.device("cpu")
 
 class OfferedRows:
     """A rank's rows of the loaded model's output projection, in memory that other stages can read.
-    ``reason``: why it cannot be shared out; then there is nothing else. ``rows``: as loaded."""
+
+    Attributes:
+        reason: why the projection cannot be shared out; empty if it can. With a reason there are no
+            other attributes.
+        rows: the weights of the loaded model, [columns of this rank, H].
+        offer: the description of the memory for other stages.
+    """
 
     def __init__(self, stage_logits: StageLogits, hidden: torch.Tensor) -> None:
-        """``hidden``: some rows of hidden states, not all zero, of the model's dtype."""
+        """``hidden`` are some rows of hidden states [n, H] of the model's dtype, not all zero, by which
+        it is seen that the projection is a plain one."""
         self._memory: SharedMemory | None = None
-        found = _find(stage_logits, hidden)
-        if isinstance(found, str):
-            self.reason = found
+        projection = _plain_projection(stage_logits, hidden)
+        if isinstance(projection, str):
+            self.reason = projection
             return
         self.reason = ""
-        self._module, processor = found
+        self._module, processor = projection
         start, stop = stage_logits.columns
         self.rows = weight = self._module.weight.detach()[: stop - start]
         try:
@@ -56,7 +63,8 @@ class OfferedRows:
         _rows(self._memory, self.offer, weight.dtype).copy_(weight)
 
     def close(self, *, taken: bool = True) -> None:
-        """Every stage has taken its rows, or the last stage keeps them."""
+        """Free the memory. If all stages have ``taken`` their rows, the matrix that the loaded model has
+        packed for a CPU goes, too."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None  # the mapping goes with it, and with that memory for all rows
@@ -66,8 +74,11 @@ class OfferedRows:
             self._module.cpu_linear = torch.nn.functional.linear
 
 
-def _find(stage_logits: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor] | str:
-    """The module with the matrix and what multiplies by it; or why its rows are not all there is."""
+def _plain_projection(
+    stage_logits: StageLogits, hidden: torch.Tensor
+) -> tuple[Any, LogitsProcessor] | str:
+    """The module of the output projection and the processor that multiplies by it, or why the product
+    of its rows is not all that the logits are."""
     if stage_logits.processor is None:
         return "the model computes its logits in a way of its own"
     logits, calls = stage_logits.watch(hidden)
@@ -91,12 +102,15 @@ def _find(stage_logits: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsP
 
 
 class ProjectionShard:
-    """Some rows of the output projection, multiplied by vLLM's kernels.
+    """Some rows of the output projection, by which vLLM's kernels multiply.
 
     Args:
-        offers: of the last stage's ranks, each with its tokens.
-        start, stop: first token, and the one behind the last; all of one offer.
-        loaded: the last stage's rank's own rows of the loaded model, which need no copy on a GPU.
+        offers: the offers of all ranks of the last stage.
+        start: first row, which is a token.
+        stop: the row behind the last. All rows are of one offer.
+        dtype: the weights' dtype.
+        device: device on which is multiplied.
+        loaded: rows of the loaded model on a rank of the last stage, which need no copy on a GPU.
     """
 
     def __init__(
@@ -108,7 +122,9 @@ class ProjectionShard:
         device: torch.device = _HOST,
         loaded: torch.Tensor | None = None,
     ) -> None:
-        offer = next(o for o in offers if o.columns[0] <= start and stop <= o.columns[1])
+        offer = next(
+            offer for offer in offers if offer.columns[0] <= start and stop <= offer.columns[1]
+        )
         memory = SharedMemory.attach(offer.memory)
         rows = _rows(memory, offer, dtype) if loaded is None else loaded
         rows = rows[start - offer.columns[0] : stop - offer.columns[0]]
@@ -117,8 +133,9 @@ class ProjectionShard:
         del rows
         memory.close()
 
-    def whole(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, H] to [n, columns], perhaps none; ``into`` is as :meth:`StageLogits.compute` has it."""
+    def multiply(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [n, rows of this shard, perhaps 0] of hidden states [n, H]. They lie in ``into`` as
+        :meth:`.StageLogits.compute` says."""
         if self._empty:
             return hidden[:, :0]
         with placed_in(into, hidden):
@@ -127,7 +144,7 @@ class ProjectionShard:
 
 
 class _Rows(torch.nn.Module):
-    """What vLLM's ``LogitsProcessor`` wants of an output projection, and the processor."""
+    """Output projection as vLLM's ``LogitsProcessor`` takes it, with that processor as ``project``."""
 
     def __init__(self, weight: torch.Tensor, offer: ProjectionOffer) -> None:
         super().__init__()
@@ -142,13 +159,15 @@ class _Rows(torch.nn.Module):
 def time_parts(
     vllm_runner: Any, stage_logits: StageLogits | None, sequences: int, device: Device
 ) -> Measured:
-    """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
-    the last stage, which has ``stage_logits``, the whole output projection. All stages at once.
+    """Measure the seconds that this stage's layers take for ``sequences`` decoding sequences, without
+    their attention, and on the last stage, which has ``stage_logits``, those of the whole output
+    projection. All stages measure at once.
 
-    On CPUs of work, not of the clock: the parts stay for the engine's life, and a neighbour that is
-    busy now must not decide them.
+    On CPUs the seconds are of CPU time, not of the clock: the shares stay for the engine's life, and a
+    neighbour that is busy now must not decide them.
     """
-    config, device = vllm_runner.model_config, device.undisturbed()
+    config = vllm_runner.model_config
+    device = device.undisturbed()
     with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
         layers = seconds(device, lambda: vllm_runner._dummy_run(sequences, uniform_decode=True))
         if stage_logits is None:
@@ -160,6 +179,7 @@ def time_parts(
 
 
 def _rows(memory: SharedMemory, offer: ProjectionOffer, dtype: torch.dtype) -> torch.Tensor:
+    """The rows [tokens of the offer, H] in its memory."""
     tokens = offer.columns[1] - offer.columns[0]
     flat = torch.frombuffer(memory.map, dtype=dtype, count=tokens * offer.hidden, offset=PAGE)
     return flat.view(tokens, offer.hidden)

@@ -1,9 +1,9 @@
-"""How a worker comes to its part of the output projection, where that is shared out.
+"""A worker's share of the output projection: the steps by which it gets and opens it.
 
-The last stage's ranks offer their rows, every stage says how long its parts take, every rank takes
+The last stage's ranks offer their rows. Every stage says how long its parts take. Every rank takes
 its rows, and opens its end of the links of final hidden states.
 
-Who runs here: whoever follows BIC-I, in control calls with no iteration in the worker.
+Who runs here: the thread that follows BIC-I, in control calls with no iteration in the worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from sipipe.worker.projection.thread import ProjectionThread
 
 
 class ProjectionShare:
-    """One rank's part; ``worker`` is vLLM's, whose model is loaded."""
+    """One rank's share. ``worker`` is vLLM's, whose model is loaded."""
 
     def __init__(self, boot: WorkerBoot, worker: Any, device: Device) -> None:
         self._boot = boot
@@ -34,45 +34,55 @@ class ProjectionShare:
         self.shard: ProjectionShard | None = None
         """This rank's rows, once it has taken them."""
         self.writer = boot.place.tp_rank
-        """Which writer of BIC-L this rank is."""
+        """Index of this rank among the writers of BIC-L."""
 
     def device_bytes(self) -> int:
-        """What the rows and their traffic take of this rank's GPU. The last stage's rows are its model's."""
-        runner, place = self._worker.model_runner, self._place
+        """Bytes that the rows and their traffic take of this rank's GPU. The last stage's rows are its
+        model's, and take nothing more."""
+        runner = self._worker.model_runner
+        place = self._place
         if not self._boot.parts or place.is_last or runner.device.type == "cpu":
             return 0
-        model, rows = self._boot.vllm_config.model_config, runner.max_num_reqs
+        model = self._boot.vllm_config.model_config
+        rows = runner.max_num_reqs
+        hidden = model.get_hidden_size()
+        depth = max(2, self._boot.watched.inflight)
         columns = model.get_vocab_size() * self._boot.parts[place.stage] / place.tp_size
-        hidden, depth = model.get_hidden_size(), max(2, self._boot.watched.inflight)
-        elements = columns * (hidden + 2 * rows) + depth * rows * hidden
-        return int(elements * model.dtype.itemsize)
+        weights = columns * hidden
+        logits = 2 * columns * rows  # two products at a time, at most
+        link = depth * rows * hidden
+        return int((weights + logits + link) * model.dtype.itemsize)
 
     def offer(self, stage_logits: StageLogits, hidden: torch.Tensor) -> ProjectionOffer | str:
-        """The last stage's rows, or why they cannot be shared out; ``hidden`` as of OfferedRows."""
+        """The last stage's offer of its rows, or why they cannot be shared out; ``hidden`` as
+        :class:`.OfferedRows` takes it."""
         if not self._boot.parts:
             return ""
         self._offered = OfferedRows(stage_logits, hidden)
         return self._offered.reason or self._offered.offer
 
     def time_parts(self, stage_logits: StageLogits | None, sequences: int) -> Measured:
-        """What :func:`time_parts` says of this rank."""
+        """Measure this rank as :func:`~sipipe.worker.projection.rows.time_parts` does."""
         return time_parts(self._worker.model_runner, stage_logits, sequences, self._device)
 
     def take(self, offers: Sequence[ProjectionOffer], bounds: Sequence[int]) -> None:
-        """Take this rank's rows of what is offered. ``bounds``: as BIC-L has them; writer ``r *
-        stages + s`` is rank r of stage s."""
+        """Take this rank's rows out of ``offers``. ``bounds`` are the first columns of the writers of
+        BIC-L, with V at the end. Writer ``r * stages + s`` is rank r of stage s, so that the columns of
+        one offer, which a rank of the last stage has made, follow one another."""
         self.writer = self._place.tp_rank * self._place.stages + self._place.stage
         with set_current_vllm_config(self._boot.vllm_config):
-            self.shard = self._take(offers, *bounds[self.writer : self.writer + 2])
+            self.shard = ProjectionShard(
+                offers,
+                start=bounds[self.writer],
+                stop=bounds[self.writer + 1],
+                dtype=self._boot.vllm_config.model_config.dtype,
+                device=self._worker.model_runner.device,
+                loaded=None if self._offered is None else self._offered.rows,
+            )
 
-    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> ProjectionShard:
-        loaded = None if self._offered is None else self._offered.rows
-        dtype = self._boot.vllm_config.model_config.dtype
-        device = self._worker.model_runner.device
-        return ProjectionShard(offers, start, stop, dtype, device, loaded)
-
-    def keep(self) -> None:
-        """The last stage keeps what it has offered, if nobody has taken it."""
+    def withdraw_offer(self) -> None:
+        """Free the memory of this rank's offer if the projection is not shared out after all. The last
+        stage keeps its rows."""
         if self._offered is not None and self.shard is None:
             self._offered.close(taken=False)
 
@@ -83,7 +93,15 @@ class ProjectionShare:
         record: Record,
         fail: Callable[[Exception], None],
     ) -> Projection:
-        """This rank's end of the links of final hidden states; all stages have their rows now."""
+        """Open this rank's end of the links of final hidden states. All stages have their rows now, so
+        the last one frees the memory of its offer.
+
+        Args:
+            ends: this rank's ends of links that were opened and tried. Those that are used are taken.
+            logits: this rank's writer of BIC-L.
+            record: records phases.
+            fail: called with an error of a thread.
+        """
         assert self.shard is not None
         assert logits is not None, "every rank of every stage writes logits"
         place = self._place
@@ -96,5 +114,11 @@ class ProjectionShare:
             return SharedProjection(senders, self.shard, record)
         link, receiver = ends.take_receiver(last_stage + place.tp_rank)
         return ProjectionThread(
-            self._device, receiver, self.shard, logits, record, fail, link.stall_timeout
+            device=self._device,
+            receiver=receiver,
+            shard=self.shard,
+            logits=logits,
+            record=record,
+            fail=fail,
+            bound=link.stall_timeout,
         )

@@ -1,15 +1,15 @@
-"""The output projection shared out, on a stage of vLLM's second runner that is not the last.
+"""The share of the output projection of a stage of vLLM's second runner that is not the last.
 
-The last stage's final hidden states, of the rows that sample, come on a link of their own, and are
-multiplied by this stage's rows of the matrix (:mod:`sipipe.worker.projection.logits`) by a thread and on a
-stream of their own: rows that come late hold up no forward pass, which the launching thread puts
+The last stage's final hidden states, of the rows that sample, come on a link of their own. A thread
+multiplies them by this stage's rows of the matrix (:mod:`sipipe.worker.projection.logits`) on a
+stream of its own. So rows that come late hold up no forward pass, which the launching thread puts
 into the stage's own stream. The last stage multiplies in that stream, behind its layers, and its
-publisher hands its columns over as ever.
+publisher hands its columns over as it does without sharing.
 
 Who runs here
     The launching thread puts each iteration that samples into the queue when it has launched it,
-    and goes on; the *projection thread* takes them in order. The engine has said how many rows an
-    iteration has (BIC-I), so that nobody need ask the last stage.
+    and goes on. The *projection thread* takes them in order. BIC-I says how many rows an iteration
+    has, so nobody need ask the last stage.
 Why no cycle of waits can form
     Order what is to be done by iteration, within one the forward passes by stage, then all
     products, then the draws. Everything waits only for what is smaller. A projection thread waits for the
@@ -24,7 +24,7 @@ Why no cycle of waits can form
     done. A product calls no collective: tensor-parallel ranks need not do theirs at the same time.
 Guarantees
     The link's buffer is given back when the product that reads it is in the stream, and nothing is
-    said of the logits before they have left the device.
+    published of the logits before they have left the device.
 """
 
 import threading
@@ -45,8 +45,17 @@ Turn = AbstractContextManager[Any]
 
 
 class ProjectionThread(DeviceThread, Projection):
-    """Multiplies this stage's part of every iteration's product, on a stream of its own.
-    ``receiver``: of final hidden states; ``logits``: of ``shard``; ``bound``: seconds of a wait."""
+    """Multiplies this stage's share of every iteration's product, on a stream of its own.
+
+    Args:
+        device: the stage's device.
+        receiver: link of final hidden states.
+        shard: this rank's rows of the matrix.
+        logits: this rank's writer of BIC-L.
+        record: records phases.
+        fail: called with an error of the thread.
+        bound: seconds of a wait.
+    """
 
     def __init__(
         self,
@@ -62,27 +71,32 @@ class ProjectionThread(DeviceThread, Projection):
         self._shard = shard
         self._logits = logits
         self._record = record
-        # Whose turn it is to run kernels. On a host vLLM's share memory (a scratchpad of oneDNN's).
+        # On a host a pass and a product take turns, because kernels of vLLM's share memory there (a
+        # scratchpad of oneDNN's). Devices order their kernels by streams.
         # wait: held for a product, or what a pass computes between two waits; who computes
         self._turn: Turn = threading.Lock() if isinstance(device, HostDevice) else nullcontext()
         super().__init__(device.beside(), "SiPipeProjection", fail=fail, stall_timeout=bound)
 
     @torch.inference_mode()
     def _do(self, launched: Launched) -> None:
-        device, inputs = self._device, launched.inputs
-        iteration, row, count = inputs.iteration, inputs.logits_row, inputs.samples
+        device = self._device
+        inputs = launched.inputs
+        iteration = inputs.iteration
+        row = inputs.logits_row
+        count = inputs.samples
         self._doing = f"waits for the final hidden states of iteration {iteration}"
         rows = self._receiver.take(iteration, count)[KEY]
         with self._turn:
             first = device.mark()
-            logits = self._shard.whole(rows, self._logits.ahead(row, rows))
+            logits = self._shard.multiply(rows, self._logits.place_for(row, rows))
         last = device.mark()
         self._receiver.release(iteration)
         self._doing = f"waits for a free place for its columns of iteration {iteration}"
         with self._logits.entry(iteration, row, count, self._stall_timeout) as target:
             copied = device.fetch(logits, target, last)
             self._doing = f"computes its columns of iteration {iteration} on the device"
-            # One sleep, as the publisher's. The copy is no phase of the stage.
+            # One sleep for both, as in the publisher. The copy is no phase of the stage, so its time is
+            # taken off.
             ran = device.wait(copied) - device.nanoseconds(last, copied)
             self._record(Phase.LOGITS, inputs, ran - device.nanoseconds(first, last), ran)
 
@@ -91,7 +105,7 @@ class ProjectionThread(DeviceThread, Projection):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A product may be done meanwhile."""
+        """Give the turn up, so that a product can be computed, and take it again at the end."""
         self._turn.__exit__(None, None, None)
         try:
             yield
