@@ -64,7 +64,6 @@ NOT_YET = frozenset(
     {
         "cli",
         "engine",
-        "engine/layers",
         "engine/scheduling",
         "engine/setup",
         "engine/start",

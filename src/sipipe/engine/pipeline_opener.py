@@ -14,7 +14,7 @@ from sipipe._version import __version__
 from sipipe.engine.iteration.bus import Host
 from sipipe.engine.iteration.calls import Calls
 from sipipe.engine.layers.cut import COST_TOKENS
-from sipipe.engine.layers.vocabulary import Vocabulary, columns, settle
+from sipipe.engine.layers.vocabulary import Vocabulary, columns, measured_vocabulary
 from sipipe.engine.link_opener import LinkOpener, describe_links
 from sipipe.engine.setup.record import Setup
 from sipipe.engine.setup.sampling_costs import Costs
@@ -118,7 +118,7 @@ class PipelineOpener:
             return vocabulary, ()
         sequences = min(setup.microbatch, COST_TOKENS)
         times = self._calls.ask(TimeParts(sequences=sequences), self._seconds)
-        vocabulary = settle(
+        vocabulary = measured_vocabulary(
             setup.vocabulary,
             setup.config,
             [max(rank.layers for rank in stage) for stage in _parts(times, setup.ranks)],

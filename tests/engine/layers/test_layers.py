@@ -17,7 +17,12 @@ from benchmarks.make_model.checkpoint import make_model
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers, model_facts
 from sipipe.engine.layers.cut import fill, kv_lost
-from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary, columns, settle
+from sipipe.engine.layers.vocabulary import (
+    Vocabulary,
+    choose_vocabulary,
+    columns,
+    measured_vocabulary,
+)
 from sipipe.engine.start import arguments, plugin
 from sipipe.errors import ConfigError
 from sipipe.worker.hooks.world import cut_model
@@ -168,7 +173,7 @@ def test_auto_shares_only_what_is_worth_it(engine_config, monkeypatch):
 def test_what_was_measured_decides(engine_config):
     expected = Vocabulary((0.5, 0.5), "expected to make it quicker", work=(1, 1))
     auto, asked = SiPipeConfig(), SiPipeConfig(vocabulary="shared")
-    found = settle(expected, auto, [5.5e-3, 6e-3], 20e-3)
+    found = measured_vocabulary(expected, auto, [5.5e-3, 6e-3], 20e-3)
     assert found.parts == pytest.approx((0.5125, 0.4875)), "as quick as the other, nearly"
     assert str(found).startswith("Output projection shared out over the stages: 51%, 49%")
     assert (
@@ -176,30 +181,32 @@ def test_what_was_measured_decides(engine_config):
         "20.0 ms, the slowest stage 1.65 x as quick"
     ) in str(found)
     little = [30e-3, 30e-3], 1e-3
-    assert settle(expected, asked, *little).parts == pytest.approx((0.5, 0.5))
-    kept = settle(expected, auto, *little)
+    assert measured_vocabulary(expected, asked, *little).parts == pytest.approx((0.5, 0.5))
+    kept = measured_vocabulary(expected, auto, *little)
     assert kept.parts == ()
     assert str(kept).startswith("Output projection on the last stage: expected")
-    assert settle(expected, auto, [40e-3, 4e-3], 20e-3).parts == ()
-    assert settle(expected, asked, [40e-3, 4e-3], 20e-3).parts == (0.0, 1.0)
+    assert measured_vocabulary(expected, auto, [40e-3, 4e-3], 20e-3).parts == ()
+    assert measured_vocabulary(expected, asked, [40e-3, 4e-3], 20e-3).parts == (0.0, 1.0)
 
 
 def test_a_faster_device_takes_more_columns():
     """Stage 0 does the same work in half of the time: it is done with all of the projection in 10
     ms, and both with their parts of it after 32 / 3 ms."""
     expected = Vocabulary((0.5, 0.5), work=(3, 3))
-    found = settle(expected, SiPipeConfig(), [3e-3, 6e-3], 20e-3)
+    found = measured_vocabulary(expected, SiPipeConfig(), [3e-3, 6e-3], 20e-3)
     assert found.parts == pytest.approx((23 / 30, 7 / 30))
     assert "all of the projection 10.0, 20.0 ms, the slowest stage 2.44 x as quick" in str(found)
-    assert settle(expected, SiPipeConfig(), [6e-3, 3e-3], 20e-3).parts[0] < 0.3
+    assert measured_vocabulary(expected, SiPipeConfig(), [6e-3, 3e-3], 20e-3).parts[0] < 0.3
     twice = Vocabulary((0.5, 0.5), work=(6, 3))
-    assert settle(twice, SiPipeConfig(), [6e-3, 3e-3], 20e-3).parts == pytest.approx((0.425, 0.575))
+    assert measured_vocabulary(twice, SiPipeConfig(), [6e-3, 3e-3], 20e-3).parts == pytest.approx(
+        (0.425, 0.575)
+    )
 
 
 def test_no_gpu_but_the_last_gets_more_columns_than_it_has_memory_for():
     expected = Vocabulary((0.4, 0.4, 0.2), work=(1, 1, 1))
-    free = settle(expected, SiPipeConfig(), [3e-3, 6e-3, 6e-3], 20e-3)
-    kept = settle(expected, SiPipeConfig(), [3e-3, 6e-3, 6e-3], 20e-3, reserved=True)
+    free = measured_vocabulary(expected, SiPipeConfig(), [3e-3, 6e-3, 6e-3], 20e-3)
+    kept = measured_vocabulary(expected, SiPipeConfig(), [3e-3, 6e-3, 6e-3], 20e-3, reserved=True)
     assert free.parts[0] > 0.6
     assert kept.parts == pytest.approx((0.4, free.parts[1], 0.6 - free.parts[1]))
     assert sum(kept.parts) == pytest.approx(1)

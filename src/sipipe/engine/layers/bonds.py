@@ -1,7 +1,7 @@
-"""Which decoder layers have to be on one stage.
+"""Decoder layers that have to be on one stage.
 
 A stage keeps what its own layers compute. Three kinds of models have layers that read what another
-layer of the same stage left behind, and nothing of it crosses a cut:
+layer of the same stage has left, and that does not travel between stages:
 
 - layers that read an earlier layer's KV cache (Gemma 4, Gemma 3n: ``num_kv_shared_layers``),
 - first layers to which an image's features are added (deepstack: ``deepstack_visual_indexes``), which
@@ -25,14 +25,14 @@ class Bond:
     first: int
     last: int
     why: str
-    """What joins them, for messages."""
+    """Clause that says what joins them, for messages."""
 
     def __str__(self) -> str:
         return f"layers {self.first} to {self.last} ({self.why})"
 
 
 def bonds_of(text: Mapping[str, Any], vision: Mapping[str, Any]) -> tuple[Bond, ...]:
-    """The bonds of a model by the fields of its text's and its vision's configuration."""
+    """The bonds of a model, by the fields of its text's and its vision's configuration."""
     total = text.get("num_hidden_layers")
     if not isinstance(total, int):
         return ()
@@ -41,8 +41,8 @@ def bonds_of(text: Mapping[str, Any], vision: Mapping[str, Any]) -> tuple[Bond, 
 
 
 def _shared_caches(text: Mapping[str, Any], total: int) -> list[Bond]:
-    """From the first layer whose cache is read to the last one that reads it. Each of the last layers
-    reads the last one before them that is of its own kind."""
+    """The bond from the first layer whose KV cache is read to the last one that reads it. Each of the
+    last ``num_kv_shared_layers`` reads the last layer before them that is of its own kind."""
     shared = text.get("num_kv_shared_layers") or 0
     kinds = text.get("layer_types")
     if not shared or not isinstance(kinds, Sequence) or not 0 < shared < total == len(kinds):
@@ -62,25 +62,27 @@ def _shared_caches(text: Mapping[str, Any], total: int) -> list[Bond]:
 
 
 def _deepstack(vision: Mapping[str, Any]) -> list[Bond]:
+    """The bond of the first layers, to each of which an image's features of one level are added."""
     levels = vision.get("deepstack_visual_indexes") or ()
     return [Bond(0, len(levels) - 1, "images' features are added to each")] if levels else []
 
 
 def _shared_index(text: Mapping[str, Any], total: int) -> list[Bond]:
-    """Each layer with an index of its own, and those behind it that use it."""
+    """A bond for each layer with an index of its own, and the layers behind it that use it."""
     if text.get("index_topk") is None:
         return []
-    pattern, every = text.get("index_topk_pattern"), text.get("index_topk_freq") or 1
+    pattern = text.get("index_topk_pattern")
+    every = text.get("index_topk_freq") or 1
     offset = text.get("index_skip_topk_offset", 2)
     if pattern is None:
         uses = [max(layer - offset + 1, 0) % every != 0 for layer in range(total)]
     else:
         uses = [layer < len(pattern) and pattern[layer] == "S" for layer in range(total)]
-    own = [layer for layer in range(total) if not uses[layer]]
-    ends = [*(layer - 1 for layer in own[1:]), total - 1]
+    owners = [layer for layer in range(total) if not uses[layer]]
+    ends = [*(layer - 1 for layer in owners[1:]), total - 1]
     return [
         Bond(first, last, "later ones use the first one's index of tokens")
-        for first, last in zip(own, ends, strict=True)
+        for first, last in zip(owners, ends, strict=True)
     ]
 
 

@@ -1,7 +1,10 @@
-"""Layers per stage so that no stage waits for the one with the output projection.
+"""Layers per stage, cut so that no stage waits for the one with the output projection.
 
 vLLM cuts the layers evenly (:func:`layer_split`). For a small model with a large vocabulary the
-projection on the last stage is worth many layers: the paper's load imbalance, before any sampling.
+projection on the last stage costs as much as many layers: the paper's load imbalance, before any
+sampling.
+
+Costs are counted in bytes of weights; what else a layer takes is added as such bytes. Throughout, ``t`` is the number of tensor-parallel ranks of a stage.
 """
 
 import functools
@@ -15,25 +18,26 @@ from sipipe.engine.layers.facts import ModelFacts
 
 Device = Literal["cpu", "gpu"]
 Cut = tuple[int, ...]
-"""Layers of each stage."""
+"""Numbers of layers of the stages, in order."""
 
 _FIXED_BYTES = {"cpu": 5e6, "gpu": 100e6}
 """Bytes of weights whose product takes as long as the rest of a layer (attention, norms, launches).
 CPU: 32 sequences of the benchmark model on one core take 1.01 ms a layer of 6.3 MB and 14.7 ms the
 projection of 156 MB. GPU: the planner's 40 us a layer at 2.5 TB/s, not measured."""
 _DECODE_SHARE = 0.5
-"""Part of the tokens that meet the projection: prompts meet the layers only, and are assumed to
-have as many tokens as the outputs. With none of them the last stage would get fewer layers."""
+"""Part of the tokens that the projection is computed for. It is not for those of prompts, which are
+assumed to be as many as the outputs'. Without prompts the last stage would get fewer layers."""
 COST_TOKENS = 32
-"""Tokens of the microbatch that costs are of: how many experts of a layer are met."""
+"""Tokens of the microbatch that costs are estimated for. They decide how many experts are read."""
 WORTH_SHARING = 1.03
-"""How many times as long the slowest stage has to be otherwise for ``"vocabulary": "auto"`` to
-share the output projection out."""
+"""Least gain for which ``"vocabulary": "auto"`` shares the output projection out: the slowest stage's
+time without sharing, as a multiple of its time with sharing."""
 EVEN = 1.15
-"""How many times as quick or slow as the last stage's a device has to be for its columns to be
-computed with its own speed: equal ones differ less where nothing disturbs them."""
+"""Ratio of two devices' times up to which they are taken for equally fast. Equal devices differ by less
+where nothing disturbs them."""
 _WORTH_IT = 0.05
-"""Part of the slowest stage's time below which the even cut is kept, for its room for KV cache."""
+"""Least gain, as a part of the slowest stage's time, for which the even cut is left. The even cut has
+the most room for KV cache."""
 
 
 def cut_layers(
@@ -45,10 +49,18 @@ def cut_layers(
     kv_loss: float = 1.0,
     memory: float = math.inf,
 ) -> Cut:
-    """Layers of ``p`` stages of ``t`` ranks, for the shortest slowest stage. vLLM's even cut where
-    that is not at least 5 % shorter, or every better one costs more than ``kv_loss`` of its KV
-    cache's tokens; ``memory`` as :func:`kv_lost` has it. Layers that have to be on one stage stay together; the
-    even cut is then the one nearest to it. Requires ``1 <= p <= most_stages(facts)``."""
+    """Cut the layers so that the slowest stage is as quick as possible. The even cut stays where that
+    is not at least 5 % quicker. Layers that have to be on one stage stay together; the even cut is then
+    the one nearest to vLLM's.
+
+    Args:
+        facts: the model's sizes.
+        p: stages, from 1 to ``most_stages(facts)``.
+        t: tensor-parallel ranks of a stage.
+        device: the kind of device, which decides what a layer costs beside its weights.
+        kv_loss: part of the tokens of the even cut's KV cache that the cut may cost, at most.
+        memory: bytes of a rank for weights and KV cache, as :func:`kv_lost` takes them.
+    """
     costs, projection = _costs(facts, t, device)
     allowed = boundaries(facts.bonds, facts.layers)
     even = nearest_even(facts.layers, p, allowed)
@@ -61,13 +73,15 @@ def cut_layers(
         if _tokens(facts, best, t, memory) >= least:
             pays = speed_up(facts, even, best, t, device=device) * (1 - _WORTH_IT) > 1
             return best if pays else even
+        # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
         most = max(best) - 1
     return even
 
 
 def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf) -> float:
-    """Part of the tokens of an even cut's KV cache that ``layers`` leave no room for. ``memory``:
-    bytes of a rank for weights and cache; without a bound all stages have as many, as on CPUs."""
+    """Part of the tokens of an even cut's KV cache for which ``layers`` leave no room. ``memory`` is the
+    number of bytes of a rank for weights and cache. With an infinite one, as on CPUs, all stages'
+    caches have as many bytes."""
     even = _tokens(facts, layer_split(facts.layers, len(layers)), t, memory)
     return 1 - _tokens(facts, layers, t, memory) / even if even > 0 else 0.0
 
@@ -75,81 +89,100 @@ def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf
 def speed_up(
     facts: ModelFacts, before: Cut, after: Cut, t: int = 1, *, device: Device = "gpu"
 ) -> float:
-    """How many times as long the slowest stage is with layers ``before`` as with ``after``."""
+    """Time of the slowest stage with layers ``before``, as a multiple of that with ``after``."""
     costs, projection = _costs(facts, t, device)
     return _slowest(costs, projection, before) / _slowest(costs, projection, after)
 
 
 def _slowest(costs: list[float], projection: float, layers: Cut) -> float:
-    times = _stage_costs(costs, layers)
-    return max(*times, times[-1] + projection)
+    """The cost of the dearest stage, where the last one has the projection."""
+    stages = _stage_costs(costs, layers)
+    return max(*stages, stages[-1] + projection)
 
 
 def _tokens(facts: ModelFacts, layers: Cut, t: int, memory: float) -> float:
-    """Of the stage whose cache holds the fewest, in any unit; 0 where its weights do not fit."""
+    """Tokens of the stage whose KV cache holds the fewest, in any unit; 0 if its weights do not fit."""
     if memory == math.inf:
         return 1 / max(layers)
     sizes = [float(facts.layer_parameters(n)) * facts.weight_bytes for n in range(facts.layers)]
     weights = _stage_costs(sizes, layers)
     for stage in {0, len(layers) - 1}:
         weights[stage] += facts.embedding_parameters * facts.activation_bytes
-    left = zip(layers, weights, strict=True)
-    each = [(memory - size / t) / count for count, size in left if count]
-    return max(0.0, min(each))
+    tokens = [
+        (memory - size / t) / count for count, size in zip(layers, weights, strict=True) if count
+    ]
+    return max(0.0, min(tokens))
 
 
 def share_projection(
     facts: ModelFacts, cut: Cut, even: Cut, t: int = 1, *, device: Device = "cpu"
 ) -> tuple[tuple[float, ...], float]:
-    """What part of the output projection each stage with ``even`` layers multiplies by, for the
-    shortest slowest one, and how many times as long that is with ``cut`` and all on the last."""
+    """Share the output projection out over stages with ``even`` layers so that the slowest is as quick
+    as possible. Returns each stage's part, together 1, and the slowest stage's time with ``cut`` and
+    the projection on the last stage, as a multiple of the time so."""
     costs, projection = _costs(facts, t, device)
     parts, slowest = fill(_stage_costs(costs, even), [projection] * len(even))
     return parts, _slowest(costs, projection, cut) / slowest
 
 
 def layers_work(facts: ModelFacts, layers: Cut, t: int, device: Device) -> tuple[float, ...]:
-    """What each stage's ``layers`` cost a rank, in any unit."""
-    return tuple(_stage_costs(_costs(facts, t, device)[0], layers))
+    """Costs of each stage's ``layers`` for a rank, in any unit."""
+    costs, _ = _costs(facts, t, device)
+    return tuple(_stage_costs(costs, layers))
 
 
 def projection_times(
     work: Sequence[float], times: Sequence[float], projection: float
 ) -> tuple[float, ...]:
-    """How long each stage would take for all of the output projection. Measured is the last one's;
-    another is as much quicker or slower as with its layers, which take ``times`` and cost ``work``."""
+    """Times that each stage would take for all of the output projection, in the unit of ``projection``,
+    which was measured on the last stage. Another stage is as much quicker or slower as it is with its
+    layers, which take ``times`` and cost ``work``."""
     rates = [time / cost for time, cost in zip(times, work, strict=True)]
-    slower = [rate / rates[-1] for rate in rates]
-    return tuple(projection * (1.0 if 1 / EVEN <= by <= EVEN else by) for by in slower)
+    ratios = [rate / rates[-1] for rate in rates]
+    return tuple(projection * (1.0 if 1 / EVEN <= ratio <= EVEN else ratio) for ratio in ratios)
 
 
 def fill(times: Sequence[float], projections: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """What part of the output projection each stage gets beside its layers' ``times``, where all of
-    it takes one of ``projections`` there, and the time of the slowest then: filled up like water, so
-    that a stage that is longer than the level has nothing."""
-    level, water, width = math.inf, 1.0, 0.0
+    """Share the output projection out so that the slowest stage is as quick as possible.
+
+    Stages are filled up like vessels with water: one whose layers take longer than the level gets
+    nothing.
+
+    Args:
+        times: seconds of each stage's layers.
+        projections: seconds that each stage would take for all of the projection.
+
+    Returns each stage's part, together 1, and the seconds of the slowest stage.
+    """
+    level = math.inf
+    water = 1.0  # the whole projection, and what the layers of the vessels so far stand for
+    width = 0.0  # of the vessels so far: projections that they compute in a second
     for time, projection in sorted(zip(times, projections, strict=True)):
         water += time / projection
         width += 1 / projection
         level = min(level, water / width)
-    parts = (max(0.0, level - time) / all_ for time, all_ in zip(times, projections, strict=True))
-    return tuple(parts), max(*times, level)
+    parts = tuple(
+        max(0.0, level - time) / projection
+        for time, projection in zip(times, projections, strict=True)
+    )
+    return parts, max(*times, level)
 
 
 def _costs(facts: ModelFacts, t: int, device: Device) -> tuple[list[float], float]:
-    """What each layer and the projection cost a rank, in bytes of weights."""
+    """Costs of each layer and of the projection for a rank, in bytes of weights."""
     layers = range(facts.layers)
     costs = [_layer_bytes(facts, layer) / t + _FIXED_BYTES[device] for layer in layers]
     return costs, facts.embedding_parameters * facts.activation_bytes / t * _DECODE_SHARE
 
 
 def _stage_costs(costs: list[float], layers: Cut) -> list[float]:
+    """Sums of the layers' ``costs`` by stage."""
     ends = itertools.accumulate(layers)
     return [sum(costs[end - count : end]) for end, count in zip(ends, layers, strict=True)]
 
 
 def _layer_bytes(facts: ModelFacts, layer: int) -> float:
-    """Weights that a microbatch of 32 tokens meets in a layer."""
+    """Bytes of a layer's weights that a microbatch of ``COST_TOKENS`` reads: some experts are idle."""
     parameters = float(facts.layer_parameters(layer))
     if layer in facts.sparse_layers and facts.moe is not None:
         moe = facts.moe
@@ -160,31 +193,36 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
 def _shortest(
     costs: list[float], projection: float, p: int, most: int, starts: Sequence[int]
 ) -> Cut:
-    """The cut for the shortest slowest stage, of ``most`` at most; of equal ones the most even. Empty
-    where none has so few layers in each stage."""
-    total, allowed = len(costs), frozenset(starts)
-    before = [0.0, *itertools.accumulate(costs)]
+    """The cut into ``p`` stages of at most ``most`` layers whose slowest stage is the quickest; of equal
+    ones the most even. Empty where the layers do not fit so few a stage.
+
+    By dynamic programming: the best cut of the layers from ``first`` on depends on nothing before."""
+    total = len(costs)
+    allowed = frozenset(starts)
+    sums = [0.0, *itertools.accumulate(costs)]
 
     @functools.cache
     def best(first: int, stages: int) -> tuple[float, int, Cut]:
-        """(slowest stage, sum of squares, layers) of the ``stages`` last stages, from ``first``."""
+        """Cost of the slowest, sum of squares, and layers of the last ``stages``, from ``first`` on. A
+        smaller sum of squares is a more even cut."""
         if stages == 1:
             count = total - first
             if count > most:
                 return math.inf, 0, ()
-            return before[total] - before[first] + projection, count**2, (count,)
+            return sums[total] - sums[first] + projection, count**2, (count,)
         options: list[tuple[float, int, Cut]] = [(math.inf, 0, ())]
         for count in range(1, min(most, total - first - stages + 1) + 1):
             if first + count not in allowed:
                 continue
-            slowest, squares, rest = best(first + count, stages - 1)
-            if not rest:
+            slowest, squares, following = best(first + count, stages - 1)
+            if not following:
                 continue
-            own = before[first + count] - before[first]
-            options.append((max(own, slowest), squares + count**2, (count, *rest)))
+            cost = sums[first + count] - sums[first]
+            options.append((max(cost, slowest), squares + count**2, (count, *following)))
         return min(options)
 
-    return best(0, p)[2]
+    _, _, layers = best(0, p)
+    return layers
 
 
 def most_stages(facts: ModelFacts) -> int:
@@ -193,8 +231,8 @@ def most_stages(facts: ModelFacts) -> int:
 
 
 def nearest_even(layers: int, p: int, starts: Sequence[int]) -> Cut:
-    """vLLM's even cut, where every stage may begin at its layer; else the cut by ``starts`` whose
-    largest stage is smallest, the most even one of those. Requires p - 1 of ``starts`` at least."""
+    """vLLM's even cut, if each of its stages may begin where it does. If not, the cut by ``starts``
+    whose largest stage is the smallest; of equal ones the most even. ``starts`` has p - 1 or more."""
     even = layer_split(layers, p)
     if set(itertools.accumulate(even[:-1])) <= set(starts):
         return even
@@ -202,7 +240,7 @@ def nearest_even(layers: int, p: int, starts: Sequence[int]) -> Cut:
 
 
 def layer_split(layers: int, p: int) -> Cut:
-    """Layers per stage: as even as possible, the last stage (which also has the output
-    projection) never among those with one more, as vLLM splits."""
-    base, rest = divmod(layers, p)
-    return tuple(base + (p - 1 - rest <= index < p - 1) for index in range(p))
+    """Layers per stage as vLLM cuts them: as evenly as possible, with the last stage, which also has
+    the output projection, never among those with one more."""
+    base, remainder = divmod(layers, p)
+    return tuple(base + (p - 1 - remainder <= stage < p - 1) for stage in range(p))

@@ -1,4 +1,4 @@
-"""The sizes of a language model: what the layers are cut by, and what the planner predicts from."""
+"""Sizes of a language model, by which the layers are cut and from which the planner predicts."""
 
 import dataclasses
 import math
@@ -67,7 +67,7 @@ class ModelFacts:
     """Sizes of one decoder-only transformer."""
 
     name: str
-    """What to serve: a Hugging Face repository or a path."""
+    """Repository on the Hugging Face hub, or a path."""
     layers: int
     hidden: int
     vocabulary: int
@@ -79,7 +79,7 @@ class ModelFacts:
     sparse_layers: frozenset[int]
     """Indices of the layers that are sparse."""
     tied_embeddings: bool
-    """Whether the input embedding is also the output projection."""
+    """True if the input embedding is also the output projection."""
     intermediate: int
     """Columns of the narrowest feed-forward projection that tensor parallelism splits."""
     weight_bytes: float = 2.0

@@ -8,14 +8,18 @@ from sipipe.engine.layers.bonds import bonds_of
 from sipipe.engine.layers.facts import Attention, MixtureOfExperts, ModelFacts
 from sipipe.errors import ConfigError, UnsupportedError
 
+# Beginnings of fields of layers that are no attention.
 _NOT_DESCRIBED = ("ssm", "mamba", "linear_attn", "linear_num", "linear_conv", "rwkv")
 # Feed-forward blocks of two projections instead of the three of a gated one.
 _UNGATED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi"} | {
     "starcoder2"
 }
+# Bounds on numbers in a config.json, far above any model's.
 _MOST_LAYERS = 10_000
 _MOST = 1 << 40
+# Bits per weight by method of quantization, with the scales of its groups.
 _BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25, "nvfp4": 4.5}
+# Bits of the products, where the method also quantizes activations.
 _ARITHMETIC = {"fp8": 8, "fbgemm_fp8": 8, "nvfp4": 4}
 
 
@@ -78,7 +82,7 @@ def facts_from_config(
 
 
 class _Fields:
-    """Positive whole numbers of a config, collecting every missing or bad name."""
+    """Reader of positive whole numbers of a config.json, which collects the names that are missing."""
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config = config
@@ -88,9 +92,11 @@ class _Fields:
     def number(
         self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST
     ) -> int:
-        """The first of ``names`` that is present; a placeholder of 1 once it is noted missing."""
+        """The first of ``names`` that is there, or ``default``. Without one the names are noted as
+        missing, and 1 stands for the number. Raises ConfigError: it is no whole number in bounds."""
         for name in names:
-            if (value := self.config.get(name)) is None:
+            value = self.config.get(name)
+            if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(
@@ -107,7 +113,7 @@ class _Fields:
         return self.number(name, default=0, least=0)
 
     def finish(self) -> None:
-        """Name everything that was missing."""
+        """Raise ConfigError, which names every field that was missing, if any was."""
         if self._missing:
             raise ConfigError(
                 f"MODEL: {self.source} lacks {', '.join(self._missing)}; "
@@ -116,17 +122,18 @@ class _Fields:
 
 
 def _refuse_undescribed(config: Mapping[str, Any], source: str) -> None:
+    """Raise UnsupportedError if the model has layers whose sizes these facts cannot describe."""
     kinds = config.get("layer_types") or config.get("layers_block_type") or []
     if not isinstance(kinds, list):
         raise ConfigError(f"MODEL: {source}: layer_types must be a list")
-    odd = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    odd += sorted(key for key in config if key.lower().startswith(_NOT_DESCRIBED))
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    unknown += sorted(key for key in config if key.lower().startswith(_NOT_DESCRIBED))
     if config.get("is_encoder_decoder"):
-        odd.append("is_encoder_decoder")
-    if odd:
+        unknown.append("is_encoder_decoder")
+    if unknown:
         raise UnsupportedError(
             f"MODEL: {source} describes layers that the performance model does not know "
-            f"({', '.join(odd[:4])}); it covers decoder-only transformers with full attention"
+            f"({', '.join(unknown[:4])}); it covers decoder-only transformers with full attention"
         )
 
 
@@ -137,7 +144,8 @@ def _attention(fields: _Fields, hidden: int) -> Attention:
         return _latent_attention(fields, hidden, heads)
     kv_heads = fields.number("num_key_value_heads", default=heads)
     head_dim = fields.number("head_dim", default=max(1, hidden // heads))
-    q, kv = heads * head_dim, kv_heads * head_dim
+    q = heads * head_dim
+    kv = kv_heads * head_dim
     parameters = hidden * (q + 2 * kv) + q * hidden
     family = str(config.get("model_type", ""))
     if family.startswith("qwen2") or config.get("attention_bias"):
@@ -150,8 +158,11 @@ def _attention(fields: _Fields, hidden: int) -> Attention:
 
 
 def _latent_attention(fields: _Fields, hidden: int, heads: int) -> Attention:
-    rank, rope = fields.number("kv_lora_rank"), fields.number("qk_rope_head_dim")
-    nope, value = fields.number("qk_nope_head_dim"), fields.number("v_head_dim")
+    """Multi-head latent attention, as DeepSeek's models have it."""
+    rank = fields.number("kv_lora_rank")
+    rope = fields.number("qk_rope_head_dim")
+    nope = fields.number("qk_nope_head_dim")
+    value = fields.number("v_head_dim")
     q_rank = fields.optional("q_lora_rank")
     q_out = heads * (nope + rope)
     query = hidden * q_rank + q_rank + q_rank * q_out if q_rank else hidden * q_out
@@ -171,7 +182,8 @@ def _latent_attention(fields: _Fields, hidden: int, heads: int) -> Attention:
 def _mixture(
     fields: _Fields, layers: int, hidden: int
 ) -> tuple[MixtureOfExperts | None, list[int], int]:
-    """The sparse layer, which layers have it, and the width of one expert (0 without experts)."""
+    """The sparse layer, the indices of the layers that have it, and the width of one expert. Without
+    experts: None, no layers and 0."""
     config = fields.config
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     if not any(fields.optional(name) for name in names):
@@ -190,7 +202,8 @@ def _mixture(
     every = fields.optional("moe_layer_freq")
     step = every or fields.optional("decoder_sparse_step") or 1
     offset = 0 if every else 1  # Qwen counts layers from 1
-    if not isinstance(listed := config.get("mlp_only_layers") or [], list):
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
         raise ConfigError(f"MODEL: {fields.source}: mlp_only_layers must be a list")
     dense = {layer for layer in listed if isinstance(layer, int)}
     every_step = (layer for layer in range(first, layers) if (layer + offset) % step == 0)
@@ -210,9 +223,11 @@ def _weight_bits(
     """Bits per weight, the columns of one quantization block, and the width of the products."""
     if override is not None:
         return override, 1, 8 if override == 8 else 16
-    if not isinstance(quantization := config.get("quantization_config"), Mapping):
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
         return 8.0 * activation, 1, 16
-    if (method := str(quantization.get("quant_method", ""))) == "modelopt":
+    method = str(quantization.get("quant_method", ""))
+    if method == "modelopt":
         method = str(quantization.get("quant_algo", "")).lower()
     sizes = quantization.get("weight_block_size")
     block = sizes[0] if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) else 1
@@ -220,6 +235,7 @@ def _weight_bits(
     bits = quantization.get("bits", quantization.get("w_bit"))
     if isinstance(bits, int) and bits > 0:
         group = quantization.get("group_size", quantization.get("q_group_size")) or 0
+        # Each group of weights has a scale of 16 bits.
         overhead = 16 / group if isinstance(group, int) and group > 0 else 0.0
         return bits + overhead, block, 16
     if method in _BITS:

@@ -1,4 +1,4 @@
-"""Whether the output projection is shared out over all stages, and who has which columns."""
+"""Choice of the stages that compute the output projection, and of each one's columns."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,18 +18,20 @@ from sipipe.engine.layers.cut import (
 from sipipe.engine.setup.compatibility import device_may_draw
 
 _BLOCK = 64
-"""Columns that stay together: vLLM pads its vocabulary to as many, and kernels work on fewer."""
+"""Columns that stay together. vLLM pads its vocabulary to a multiple of them, and no kernel works on
+more at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Who multiplies by the output projection."""
+    """Shares of the output projection."""
 
     parts: tuple[float, ...] = ()
-    """Each stage's part of the columns, together 1; empty: the last stage has all."""
+    """Parts of the columns by stage, together 1; empty if the last stage has all."""
     why: str = ""
+    """Reason for the parts, as a clause for messages; empty if there was no choice."""
     work: tuple[float, ...] = ()
-    """What each stage's layers cost, in any unit, where the projection is shared out."""
+    """Costs of each stage's layers, in any unit, where the projection is shared out."""
 
     def __str__(self) -> str:
         if not self.parts:
@@ -41,26 +43,30 @@ class Vocabulary:
 def choose_vocabulary(
     vllm_config: VllmConfig, config: SiPipeConfig, cut: tuple[int, ...]
 ) -> tuple[Vocabulary, tuple[int, ...]]:
-    """Who multiplies by the output projection, and the layers of the stages then, where
-    samplers draw. ``cut``: the layers where the last stage has the projection."""
+    """Choose the shares of the output projection, and the layers of the stages that go with them, in an
+    engine whose samplers draw. ``cut`` are the layers if the last stage has all of the projection."""
     if config.vocabulary == "last" or len(cut) == 1:
         return Vocabulary(), cut
-    why = _why_last(vllm_config, config)
-    facts = None if why else model_facts(vllm_config)
+    reason = _why_last(vllm_config, config)
+    facts = None if reason else model_facts(vllm_config)
     if facts is None:
-        return Vocabulary(why=why or "the sizes of the model's weights are not known"), cut
+        return Vocabulary(why=reason or "the sizes of the model's weights are not known"), cut
     even = choose_layers(vllm_config, config, by_cost=False)
     tp = vllm_config.parallel_config.tensor_parallel_size
     kind = device_kind()
     parts, gain = share_projection(facts, cut, even, tp, device=kind)
-    said = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
+    effect = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
     if config.vocabulary == "auto" and gain < WORTH_SHARING:
-        return Vocabulary(why=f"sharing it out would make {said}"), cut
-    work = layers_work(facts, even, tp, kind)
-    return Vocabulary(parts, f"expected to make {said}", work), even
+        return Vocabulary(why=f"sharing it out would make {effect}"), cut
+    shared = Vocabulary(
+        parts=parts,
+        why=f"expected to make {effect}",
+        work=layers_work(facts, even, tp, kind),
+    )
+    return shared, even
 
 
-def settle(
+def measured_vocabulary(
     expected: Vocabulary,
     config: SiPipeConfig,
     layers: Sequence[float],
@@ -68,30 +74,42 @@ def settle(
     *,
     reserved: bool = False,
 ) -> Vocabulary:
-    """The parts by what was measured: seconds of each stage's ``layers`` for a microbatch of decoding
-    sequences, and of all of the output ``projection`` on the last stage. ``reserved``: stages have
-    memory for their expected parts (GPUs): none but the last gets more than that."""
-    whole = projection_times(expected.work, layers, projection)
-    parts, _ = fill(layers, whole)
+    """Choose the shares by measured times.
+
+    Args:
+        expected: the shares that were expected.
+        config: SiPipe's settings.
+        layers: seconds of each stage's layers for a microbatch of decoding sequences.
+        projection: seconds of all of the output projection on the last stage.
+        reserved: stages have memory for their expected parts, as on GPUs. No stage but the last gets
+            a larger part then.
+    """
+    projections = projection_times(expected.work, layers, projection)
+    parts, _ = fill(layers, projections)
     if reserved:
-        others = [min(pair) for pair in zip(parts, expected.parts, strict=True)][:-1]
-        parts = (*others, 1 - sum(others))
-    shared = [own + part * all_ for own, part, all_ in zip(layers, parts, whole, strict=True)]
+        bounded = [min(pair) for pair in zip(parts, expected.parts, strict=True)][:-1]
+        parts = (*bounded, 1 - sum(bounded))
+    shared = [
+        seconds + part * all_columns
+        for seconds, part, all_columns in zip(layers, parts, projections, strict=True)
+    ]
     gain = max(*layers, layers[-1] + projection) / max(shared)
-    why = (
-        f"{expected.why}; measured: layers {_ms(layers)}, all of the projection {_ms(whole)}, the "
-        f"slowest stage {gain:.2f} x as quick shared as unshared with the same layers"
+    reason = (
+        f"{expected.why}; measured: layers {_ms(layers)}, all of the projection {_ms(projections)}, "
+        f"the slowest stage {gain:.2f} x as quick shared as unshared with the same layers"
     )
-    keep = config.vocabulary == "auto" and gain < WORTH_SHARING
-    return Vocabulary(() if keep else parts, why, expected.work)
+    on_last = config.vocabulary == "auto" and gain < WORTH_SHARING
+    return Vocabulary(parts=() if on_last else parts, why=reason, work=expected.work)
 
 
 def _ms(times: Sequence[float]) -> str:
+    """Seconds as text in milliseconds."""
     return ", ".join(f"{seconds * 1e3:.1f}" for seconds in times) + " ms"
 
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    """What keeps the projection on the last stage, from the configuration alone; or nothing."""
+    """The reason for which the projection has to stay on the last stage, as a clause, by the
+    configuration alone; empty if there is none."""
     if device_may_draw() and config.cpu_sampling != "on":
         return (
             f'"cpu_sampling" is "{config.cpu_sampling}", with which the last stage\'s device may '
@@ -115,9 +133,11 @@ def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
 
 
 def columns(ranks: Sequence[tuple[int, int]], parts: Sequence[float]) -> tuple[int, ...]:
-    """First column of each writer and V at the end, for writers ``rank * stages + stage``.
-    ``ranks``: the columns of the last stage's ranks, first and last + 1. A rank's are shared out
-    over the same rank of all stages by ``parts``, whole blocks of 64 but for its last part."""
+    """First column of each writer of BIC-L, and V at the end, for writers ``rank * stages + stage``.
+
+    ``ranks`` are the columns of the last stage's ranks, first and last + 1. A rank's columns are
+    shared out over the same rank of all stages by ``parts``, in whole blocks of 64 but for the rest
+    in its last part."""
     bounds = [ranks[0][0]]
     for start, stop in ranks:
         below = 0.0

@@ -71,14 +71,18 @@ class ProjectionShare:
         one offer, which a rank of the last stage has made, follow one another."""
         self.writer = self._place.tp_rank * self._place.stages + self._place.stage
         with set_current_vllm_config(self._boot.vllm_config):
-            self.shard = ProjectionShard(
-                offers,
-                start=bounds[self.writer],
-                stop=bounds[self.writer + 1],
-                dtype=self._boot.vllm_config.model_config.dtype,
-                device=self._worker.model_runner.device,
-                loaded=None if self._offered is None else self._offered.rows,
-            )
+            self.shard = self._take(offers, bounds[self.writer], bounds[self.writer + 1])
+
+    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> ProjectionShard:
+        """The rows from ``start`` on, without ``stop``."""
+        return ProjectionShard(
+            offers,
+            start=start,
+            stop=stop,
+            dtype=self._boot.vllm_config.model_config.dtype,
+            device=self._worker.model_runner.device,
+            loaded=None if self._offered is None else self._offered.rows,
+        )
 
     def withdraw_offer(self) -> None:
         """Free the memory of this rank's offer if the projection is not shared out after all. The last
