@@ -62,7 +62,6 @@ PAIRS = (
 
 NOT_YET = frozenset(
     {
-        "cli",
         "engine",
         "engine/scheduling",
         "engine/setup",

@@ -28,7 +28,7 @@ COMMANDS = {
     "gpu-check": "whether SiPipe works on this machine's GPUs, as a file to send",
     "doctor": "what this machine has, and what SiPipe would do on it",
 }
-"""What each command does, in a line. Its module has its name."""
+"""Commands, each with a line on what it does. A command's module has its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,18 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # A command that is ended cleans up as an interrupted one. vLLM's server has its own.
+        # A command that gets SIGTERM cleans up as one that gets Ctrl-C. vLLM's server has a handler of
+        # its own.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # "…" where the terminal's is Latin-1
+            sys.stdout.reconfigure(errors="replace")  # "…" on a terminal whose encoding is Latin-1
     try:
         try:
             status = _dispatch(arguments)
         except SystemExit as ended:
             if ended.code:
                 raise
-            status = 0  # of the parser, behind --help
-        print(end="", flush=True)  # here, where a reader that has gone is no error
+            status = 0  # the parser exits behind --help
+        print(end="", flush=True)  # flushed here, where a reader that has gone is no error
         return status
     except SiPipeError as error:
         tell(error)
@@ -58,16 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone (`sipipe doctor | head -1`); nothing is left to flush.
+        # The reader of the output has gone (`sipipe doctor | head -1`). Python would fail to flush the
+        # rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # of this machine: no place for files, no more processes
+    except OSError as error:  # this machine has no place for a file, or for one more process
         tell(error)
         return 1
 
 
 def _dispatch(arguments: list[str]) -> int:
-    name, *rest = arguments or ["help"]
+    """Run the command that ``arguments`` name; returns its exit status."""
+    name, *options = arguments or ["help"]
     if name in ("-h", "--help", "help"):
         print(f"sipipe {__version__}: pipeline-parallel vLLM, sampling on idle CPU cores\n")
         print("usage: sipipe COMMAND [options]\n")
@@ -83,4 +86,4 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f'; did you mean "{near[0]}"?' if near else "; see sipipe --help"
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f'unknown {kind} "{name}"{hint}')
-    return int(importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}").main(rest))
+    return int(importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}").main(options))

@@ -1,5 +1,8 @@
-"""Which degrees suit a host, by requests at once: what ``serve`` and ``doctor`` say before anything
-has run. Computed as ``sipipe plan`` does; what CPUs reach is measured. ``sipipe bench`` measures all."""
+"""Advice of ``serve`` and ``doctor`` on the degrees that suit a host, before anything has run.
+
+It is computed as ``sipipe plan`` does, from what this machine's CPUs are measured to reach. ``sipipe
+bench`` measures engines.
+"""
 
 import os
 import re
@@ -19,9 +22,9 @@ from sipipe.tools.planner.workload import Workload
 from sipipe.tools.provenance import output
 
 LOADS = (1, 16, 256)
-"""Requests at once for which it is computed."""
+"""Numbers of requests at once for which advice is computed."""
 CLEARLY = 1.1
-"""Quicker by less than this says nothing: some inputs are assumed."""
+"""Least ratio of throughputs that is worth a word. Below it the advice would follow from assumptions."""
 
 
 def on_host(
@@ -32,12 +35,20 @@ def on_host(
     load: int,
     memory_gib: float | None = None,
 ) -> list[Choice]:
-    """SiPipe's ways to serve ``load`` requests at once on a host with these ``cores``, fastest
-    first. ``name`` is its devices', each of ``memory_gib`` where that is known; ``"cpu"``: what the
-    core plan gives so many workers."""
-    found = Assumed(given=measured() if name == "cpu" else {})
-    kind = device(name, memory_gib=memory_gib, parts=devices, assumed=found)
-    if name == "cpu":  # of an even share of all cores
+    """SiPipe's ways to serve requests on a host, fastest first.
+
+    Args:
+        facts: the model's sizes.
+        name: the devices' name. ``"cpu"`` stands for the cores that the core plan gives the workers.
+        devices: devices, or workers on CPUs.
+        cores: cores of the host.
+        load: requests at once.
+        memory_gib: memory of a device, where it is known.
+    """
+    assumed = Assumed(given=measured() if name == "cpu" else {})
+    kind = device(name, memory_gib=memory_gib, parts=devices, assumed=assumed)
+    if name == "cpu":
+        # `device` gives each worker an even share of all CPUs. The plan gives it fewer.
         (workers,) = {len(rank) for rank in plan_cores(cores, stages=devices).workers[0]}
         part = min(workers * devices, len(cores)) / len(os.sched_getaffinity(0))
         kind = replace(kind, memory_gbs=kind.memory_gbs * part, bf16_tflops=kind.bf16_tflops * part)
@@ -54,47 +65,59 @@ def on_host(
 
 
 def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
-    """For how many requests other degrees are quicker on this machine's CPUs than these, with the
-    numbers; empty where none clearly are, or NUMA nodes are several: a worker that spans them reads
-    far memory, which nothing here knows."""
-    cores, found, parts = this_machine(), [], stages * ranks
+    """Clause with the loads for which other degrees are clearly quicker on this machine's CPUs than
+    ``stages`` and ``ranks``, and their numbers. Empty where none are. Empty also with several NUMA
+    nodes: a worker that spans them reads far memory, whose cost is not known here."""
+    cores = this_machine()
+    workers = stages * ranks
+    remarks = []
     if len({core.node for core in cores}) > 1:
         return ""
     for load in LOADS:
-        ways = {(c.p, c.t): c for c in on_host(facts, "cpu", parts, cores, load)}
-        asked = ways.get((stages, ranks))
-        others = [c for c in ways.values() if c.p == 1]
-        others += on_host(facts, "cpu", 2 if parts == 1 else 1, cores, load)
-        best = max(others, key=lambda choice: choice.throughput, default=None)
-        if asked and best and best.throughput > CLEARLY * asked.throughput:
-            found.append(
+        ways = {(c.p, c.t): c for c in on_host(facts, "cpu", workers, cores, load)}
+        chosen = ways.get((stages, ranks))
+        alternatives = [c for c in ways.values() if c.p == 1]
+        alternatives += on_host(facts, "cpu", 2 if workers == 1 else 1, cores, load)
+        best = max(alternatives, key=lambda choice: choice.throughput, default=None)
+        if chosen and best and best.throughput > CLEARLY * chosen.throughput:
+            remarks.append(
                 f"{load} at once {best.throughput:,.0f} tok/s with --pp {best.p} --tp {best.t} and "
-                f"{asked.throughput:,.0f} with --pp {stages} --tp {ranks}"
+                f"{chosen.throughput:,.0f} with --pp {stages} --tp {ranks}"
             )
-    return "; ".join(found)
+    return "; ".join(remarks)
 
 
 def gpus_here() -> list[str]:
-    """Name, memory and driver of each GPU that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves."""
+    """Name, memory and driver of each GPU that nvidia-smi lists and CUDA_VISIBLE_DEVICES shows."""
     query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    found = (output("nvidia-smi", *query) or "").splitlines()
+    gpus = (output("nvidia-smi", *query) or "").splitlines()
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return found
+        return gpus
     shown: list[str] = []
-    for one in map(str.strip, visible.split(",")):
+    for name in map(str.strip, visible.split(",")):
         # A name such as GPU-8932f937 is taken as the next one's: a host's are of one kind.
-        at = len(shown) if one.startswith(("GPU-", "MIG-")) else int(one) if one.isdigit() else -1
-        if not 0 <= at < len(found):
+        at = (
+            len(shown) if name.startswith(("GPU-", "MIG-")) else int(name) if name.isdigit() else -1
+        )
+        if not 0 <= at < len(gpus):
             break  # CUDA sees none from there on
-        shown.append(found[at])
+        shown.append(gpus[at])
     return shown
 
 
 def best_degrees(
     platform: Literal["cpu", "cuda"], gpus: Sequence[str], facts: ModelFacts | None = None
 ) -> tuple[tuple[int, int], Literal["ok", "warning"], str]:
-    """(stages, ranks) that suit this machine for many requests, and a line on which loads suit which;
-    ``facts``: of a model, else of one that nearly every machine can hold."""
+    """Choose degrees for this machine.
+
+    Args:
+        platform: what vLLM's build computes on.
+        gpus: GPUs as :func:`gpus_here` lists them.
+        facts: sizes of the model; None: of one that nearly every machine can hold.
+
+    Returns the stages and ranks that suit many requests, whether they are found, and a line on the
+    degrees that suit other loads.
+    """
     cores = this_machine()
     nodes = len({core.node for core in cores})
     first = gpus[0] if gpus and platform == "cuda" else ""
@@ -109,7 +132,8 @@ def best_degrees(
     if platform == "cuda" and not known:
         return every, "ok", "sipipe plan MODEL --gpu NAME computes them (--list: known names)"
     facts = facts or load_model("llama-3.1-8b" if platform == "cuda" else "qwen3-0.6b")
-    name, counts = (max(known, key=len), [len(gpus)]) if platform == "cuda" else ("cpu", [1, 2])
+    name = max(known, key=len) if platform == "cuda" else "cpu"
+    counts = [len(gpus)] if platform == "cuda" else [1, 2]
     best = {}
     for load in LOADS:
         ways = [c for count in counts for c in on_host(facts, name, count, cores, load, memory)]
@@ -118,10 +142,10 @@ def best_degrees(
     if not best:
         text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
         return every, "warning", text
-    told = ", ".join(
+    by_load = ", ".join(
         f"{load}: --pp {top.p} --tp {top.t} ({top.throughput:,.0f} tok/s)"
         for load, top in best.items()
     )
-    text = f"by requests at once, {told}; computed for {facts.name} as sipipe plan does, not "
+    text = f"by requests at once, {by_load}; computed for {facts.name} as sipipe plan does, not "
     top = best[max(best)]
     return (top.p, top.t), "ok", text + "measured (sipipe bench does)"

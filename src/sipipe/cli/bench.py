@@ -43,43 +43,47 @@ CHECKED = """; equal: requests whose greedy tokens are those of the first row; \
 draws p: chi-square of drawn tokens against the server's own probabilities"""
 
 LONGEST = 200_000.0
-"""Seconds in which the requests of all loads of an engine arrive, once: two days."""
+"""Seconds in which the requests of all loads of an engine may arrive, at most: two days."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: every row was measured. 1: some failed."""
-    own, settings, rest = parse_engine_command(_parser(), argv)
-    jobs = rows_of(own, settings, rest)
-    _check(own, rest, jobs)
+    """Measure and show; returns the exit status. 0: every row was measured. 1: some failed."""
+    args, settings, words = parse_engine_command(_parser(), argv)
+    jobs = rows_of(args, settings, words)
+    _check(args, words, jobs)
     require_vllm()
-    load = _load(own, rest)
-    limit = TIMEOUT + (own.repeat + 1) * _seconds(load["loads"], own.trace_file)  # 1: warm-up
-    found, failed = _measured(jobs, load, own.engines, limit)
-    if not found:
+    load = _load(args, words)
+    limit = TIMEOUT + (args.repeat + 1) * _seconds(load["loads"], args.trace_file)  # 1: warm-up
+    by_row, failed = _measured(jobs, load, args.engines, limit)
+    if not by_row:
         raise SiPipeError(next(iter(failed.values())))
-    rows = table(jobs, found)
-    for start in (start for starts in found.values() for start in starts):
-        start.pop("answers", None)  # the rows say whether they are the same
-    spread = "medians and ranges" if own.engines * own.repeat > 1 else "one run a row"
-    given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()  # every server inherits it
-    preloads = ", ".join(map(os.path.basename, given)) or "none"
+    rows = table(jobs, by_row)
+    for starts in by_row.values():
+        for start in starts:
+            start.pop("answers", None)  # the rows say whether they are the same
+    spread = "medians and ranges" if args.engines * args.repeat > 1 else "one run a row"
+    # Every server inherits these libraries, and their figures depend on them.
+    preloaded = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    preloads = ", ".join(map(os.path.basename, preloaded)) or "none"
     result = {
         "benchmark": "bench",
-        "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",
+        "title": f"Served by {args.engines} engine(s) a row, {' '.join(load['load'])}",
         "command": shlex.join(["sipipe", "bench", *argv]),
         "machine": machine(),
-        "note": f"{spread}; ms; LD_PRELOAD: {preloads}{CHECKED * bool(own.draws)}",
+        "note": f"{spread}; ms; LD_PRELOAD: {preloads}{CHECKED if args.draws else ''}",
         "rows": rows,
-        "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
+        "engines": {
+            name: {"job": _portable(jobs[name]), "starts": by_row[name]} for name in by_row
+        },
         "failed": failed,
     }
     try:
-        if own.output:
-            Path(own.output).write_text(render_load(result), encoding="utf-8")
+        if args.output:
+            Path(args.output).write_text(render_load(result), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"bench: --output {own.output}: {error.strerror}") from None
-    finally:  # whoever reads what is shown may go before its end
-        if own.json:
+        raise ConfigError(f"bench: --output {args.output}: {error.strerror}") from None
+    finally:  # also if the page could not be written: the figures took long
+        if args.json:
             print(json.dumps(result, indent=1))
         else:
             show(result)
@@ -87,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The options of ``sipipe bench`` itself."""
     parser = make_parser(
         "bench",
         "Measure what SiPipe serves beside stock vLLM, by vLLM's own benchmark client.",
@@ -95,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     group = parser.add_argument_group("load")
-    add, count = adder(group), at_least(1, int)
+    add = adder(group)
+    count = at_least(1, int)
     add("--prompt-tokens", counts, [16], "LIST", "each a load (default: 16)")
     add("--tokens", count, 16, "N", "new ones (default: 16)")
     add("--repeat", count, 3, "N", "repetitions an engine (default: 3)")
@@ -126,9 +132,13 @@ def _parser() -> argparse.ArgumentParser:
 def _measured(
     jobs: Mapping[str, Mapping[str, Any]], load: Mapping[str, Any], engines: int, limit: float
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Start each row's engine so many times, in turn forwards and backwards; returns by row what
-    came of each start, and why rows failed."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+    """Start each row's engine ``engines`` times, in turn forwards and backwards, so that a machine that
+    grows slower or quicker favours none.
+
+    Returns the results of each start by row, without rows that failed, and the reasons of those.
+    Raises ConfigError: the first start of all is refused. The others would be, too.
+    """
+    by_row: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
     failed: dict[str, str] = {}
     for number in range(engines):
         for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
@@ -137,27 +147,27 @@ def _measured(
             try:
                 job = {**jobs[name], **load, "start": number}
                 start = measured(name, job, "sipipe.tools.load", timeout=limit)
-            except SiPipeError as error:  # the others are worth having
-                if isinstance(error, ConfigError) and not any(found.values()):
+            except SiPipeError as error:  # the other rows are still measured
+                if isinstance(error, ConfigError) and not any(by_row.values()):
                     raise
                 tell(error)
                 failed[name] = str(error)
                 continue
-            found[name].append(start)
+            by_row[name].append(start)
             if number == 0 and "refused" in start:
                 tell(f"{name}: what it answers could not be compared: {start['refused']}")
-    return {name: starts for name, starts in found.items() if name not in failed}, failed
+    return {name: starts for name, starts in by_row.items() if name not in failed}, failed
 
 
 def _ways(text: str) -> list[tuple[str, int | None]]:
-    """The ``type`` of ``--sampling``: names of mixes, some with their own number of requests."""
-    found = []
+    """The ``type`` of ``--sampling``: names of mixes, some with a number of requests of their own."""
+    ways = []
     for entry in text.split(","):
         way, colon, count = entry.partition(":")
         if way not in SAMPLING:
             raise argparse.ArgumentTypeError(f'"{way}" is none of {", ".join(SAMPLING)}')
-        found.append((way, at_least(1, int)(count) if colon else None))
-    return found
+        ways.append((way, at_least(1, int)(count) if colon else None))
+    return ways
 
 
 _limits = checked(
@@ -165,66 +175,79 @@ _limits = checked(
     "limits in ms such as ttft:500,tpot:50,e2el:9000",
     lambda pairs: all(re.fullmatch(r"(ttft|tpot|e2el):\d+(\.\d+)?", pair) for pair in pairs),
 )
-"""The ``type`` of ``--goodput``: what ``vllm bench serve`` takes."""
+"""The ``type`` of ``--goodput``: limits as ``vllm bench serve`` takes them."""
 
 
 def _portable(job: dict[str, Any]) -> dict[str, Any]:
-    """A job whose command names no path of this machine's Python."""
-    return {**job, "command": ["python" if w == sys.executable else w for w in job["command"]]}
+    """The job without the path of this machine's Python in its command."""
+    command = ["python" if word == sys.executable else word for word in job["command"]]
+    return {**job, "command": command}
 
 
-def _load(own: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """What is sent to each server: the other entries of :class:`sipipe.tools.load.Job`."""
-    if own.trace_file:
-        how = ["--dataset-name", "timed_trace", "--dataset-path", own.trace_file, "--self-timed"]
-    elif own.sharegpt:
-        how = ["--dataset-name", "sharegpt", "--dataset-path", own.sharegpt]
+def _load(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    """Entries of :class:`sipipe.tools.load.Job` that say what is sent to each server."""
+    if args.trace_file:
+        client = [
+            "--dataset-name",
+            "timed_trace",
+            "--dataset-path",
+            args.trace_file,
+            "--self-timed",
+        ]
+    elif args.sharegpt:
+        client = ["--dataset-name", "sharegpt", "--dataset-path", args.sharegpt]
     else:
-        how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens[0])]
-        how += ["--random-output-len", str(own.tokens)]
-    if own.goodput:
-        how += ["--goodput", *own.goodput]
-    _, given = config_of(rest)
-    how += ["--tokenizer", given.tokenizer] if given.tokenizer else []
-    how += ["--trust-remote-code"] * given.trust_remote_code
-    several = len(own.prompt_tokens) > 1 and not own.trace_file and not own.sharegpt
+        client = ["--dataset-name", "random", "--random-input-len", str(args.prompt_tokens[0])]
+        client += ["--random-output-len", str(args.tokens)]
+    if args.goodput:
+        client += ["--goodput", *args.goodput]
+    _, options = config_of(words)
+    if options.tokenizer:
+        client += ["--tokenizer", options.tokenizer]
+    if options.trust_remote_code:
+        client.append("--trust-remote-code")
+    several = len(args.prompt_tokens) > 1 and not args.trace_file and not args.sharegpt
     loads = [
         (way, count, prompt, rate)
-        for way, one in own.sampling
-        for count in ([one] if one else own.requests)
-        for prompt in (own.prompt_tokens if several else [0])
-        for rate in ([0] if own.trace_file else own.rate)
+        for way, number in args.sampling
+        for count in ([number] if number else args.requests)
+        for prompt in (args.prompt_tokens if several else [0])
+        for rate in ([0] if args.trace_file else args.rate)
     ]
     return {
-        # Here, for of random prompts and of traces vLLM's client ignores ends itself.
-        "mixes": {way: SAMPLING[way] | {"ignore_eos": not own.own_end} for way, *_ in loads},
-        "load": how,
-        "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1:]),
-        "repeat": own.repeat,
-        "draws": own.draws,
+        # It is set here for all: with random prompts and traces vLLM's client sets it anyway.
+        "mixes": {way: SAMPLING[way] | {"ignore_eos": not args.own_end} for way, *_ in loads},
+        "load": client,
+        "loads": sorted(dict.fromkeys(loads), key=lambda load: load[1:]),
+        "repeat": args.repeat,
+        "draws": args.draws,
     }
 
 
 def _seconds(loads: Sequence[tuple[str, int, int, float]], trace: str | None) -> float:
-    """How long the requests of all loads take to arrive. Raises ConfigError: ``trace`` is none."""
-    at = _arrivals(trace, most=max(count for _, count, *_ in loads)) if trace else []
-    seconds = sum(count / r if r else max(at[:count], default=0.0) for _, count, _, r in loads)
+    """Seconds in which the requests of all loads arrive. Raises ConfigError: they are too many, or
+    ``trace`` is no trace."""
+    arrivals = _arrivals(trace, most=max(count for _, count, *_ in loads)) if trace else []
+    seconds = sum(
+        count / rate if rate else max(arrivals[:count], default=0.0) for _, count, _, rate in loads
+    )
     if seconds > LONGEST:
         raise ConfigError(f"bench: requests would arrive for {seconds:.0f} s (timestamps: seconds)")
     return seconds
 
 
 def _arrivals(trace: str, most: int) -> list[float]:
-    """When the first ``most`` requests of a trace arrive, in its own unit. ConfigError: it is none."""
-    wrong = f"bench: --trace-file {trace}"
+    """Arrivals of the first ``most`` requests of a trace, in the trace's own unit. Raises ConfigError:
+    it is no trace, or has fewer requests."""
+    option = f"bench: --trace-file {trace}"
     try:
         lines = Path(trace).read_text("utf-8").splitlines()[:most]
     except OSError as error:
-        raise ConfigError(f"{wrong} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{option} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{wrong} is not UTF-8 text") from None
+        raise ConfigError(f"{option} is not UTF-8 text") from None
     if len(lines) < most:
-        raise ConfigError(f"{wrong} has {len(lines)} requests, one a line: fewer than --requests")
+        raise ConfigError(f"{option} has {len(lines)} requests, one a line: fewer than --requests")
     arrivals = []
     for number, line in enumerate(lines, 1):
         try:
@@ -233,43 +256,45 @@ def _arrivals(trace: str, most: int) -> list[float]:
             covered = 16 * len(row["hash_ids"]) >= row["input_length"]
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise ConfigError(
-                f"{wrong}, line {number}: must be a JSON object with timestamp, input_length and "
+                f"{option}, line {number}: must be a JSON object with timestamp, input_length and "
                 "hash_ids"
             ) from None
         if not covered:
-            raise ConfigError(f"{wrong}, line {number}: hash_ids of other than 16 tokens each")
+            raise ConfigError(f"{option}, line {number}: hash_ids of other than 16 tokens each")
     return arrivals
 
 
-def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:
-    """Refuse what would say nothing, or would fail when the first engine has started. Raises
-    ConfigError: a file or directory is missing, an ``--additional-config`` is wrong, stages share a
-    GPU and nobody asked for it to be measured, or two engines would write one trace."""
-    for option, file in (("--sharegpt", own.sharegpt), ("--trace-file", own.trace_file)):
+def _check(args: argparse.Namespace, words: Sequence[str], jobs: Mapping[str, Any]) -> None:
+    """Refuse a measurement that would say nothing, or would fail when the first engine has started.
+
+    Raises ConfigError: a file or directory is missing, ``--additional-config`` is wrong, stages share
+    a GPU without ``--shared-devices``, or two engines would write one trace."""
+    for option, file in (("--sharegpt", args.sharegpt), ("--trace-file", args.trace_file)):
         if file and not os.path.isfile(file):
             raise ConfigError(f"bench: {option}: there is no file {file}")
-    if own.output:
-        page = Path(own.output)
+    if args.output:
+        page = Path(args.output)
         if not os.path.isdir(page.parent):
             raise ConfigError(f"bench: --output: there is no directory {page.parent}")
         written = page if os.path.exists(page) else page.parent
         if os.path.isdir(page) or not os.access(written, os.W_OK):
             raise ConfigError(f"bench: --output: no file can be written at {page}")
-    if own.trace_file and own.rate != [0]:
+    if args.trace_file and args.rate != [0]:
         raise ConfigError("bench: --rate: --trace-file has the arrivals, leave one of them out")
-    if any(word.split("=")[0] in ("--nnodes", "-n") for word in rest):
+    if any(word.split("=")[0] in ("--nnodes", "-n") for word in words):
         raise ConfigError("bench: --nnodes: several hosts by Ray alone (docs/multi-host.md)")
-    devices = config_of(rest)[0].devices or ()
-    if len(set(devices)) < len(devices) and not own.shared_devices:
+    devices = config_of(words)[0].devices or ()
+    if len(set(devices)) < len(devices) and not args.shared_devices:
         raise ConfigError(
             f'"devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
             "their speed says nothing of a pipeline's; --shared-devices measures it all the same"
         )
     writers: Counter[str] = Counter()
     for job in jobs.values():
-        config, given = config_of(job["command"])
-        if (trace := given.trace or config.trace) and job["command"][: len(STOCK)] != STOCK:
-            writers[trace] += own.engines
+        config, options = config_of(job["command"])
+        trace = options.trace or config.trace
+        if trace and job["command"][: len(STOCK)] != STOCK:
+            writers[trace] += args.engines
     for trace, engines in writers.items():
         if engines > 1:
             raise ConfigError(

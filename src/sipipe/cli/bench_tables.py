@@ -1,4 +1,4 @@
-"""The table of ``sipipe bench``: what each row's engines were measured at, and how it compares."""
+"""The table of ``sipipe bench``: figures of each row's engines, and how they compare."""
 
 import json
 import statistics
@@ -15,45 +15,55 @@ STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 def table(
     jobs: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """A row for each load, way of sampling and engine."""
-    told: dict[str, Any] = {name: starts[0].get("answers") for name, starts in found.items()}
-    first = next((answers for answers in told.values() if answers), None)
+    """Rows of the table, one for each load, mix of sampling parameters and engine.
+
+    Args:
+        jobs: servers by row.
+        found: results of each start by row, as :mod:`sipipe.tools.load` gives them.
+    """
+    answers_of: dict[str, Any] = {name: starts[0].get("answers") for name, starts in found.items()}
+    first = next((answers for answers in answers_of.values() if answers), None)
     stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
     rows = []
     for load in next(iter(found.values()))[0]["runs"]:
-        way, requests, *more = load.split(" ")
-        beside = {name: json.loads(value) for name, value in (one.split("=") for one in more)}
-        theirs = {other: _speeds(found[other], load)[1] for other in stock}
+        way, requests, *settings = load.split(" ")
+        conditions = {}
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            conditions[name] = json.loads(value)
+        stock_medians = {name: _speeds(found[name], load)[1] for name in stock}
         for name, starts in found.items():
             low, median, high = _speeds(starts, load)
             runs = [run for start in starts for run in start["runs"][load]]
             row: dict[str, Any] = {"sampling": way, "requests": int(requests), "engine": name}
-            row |= beside
-            if prompt := beside.get("prompt"):
-                took = [run["completed"] * prompt / run["duration"] for run in runs]
-                row["prompt tok/s"] = f"{statistics.median(took):,.0f}"
+            row |= conditions
+            prompt = conditions.get("prompt")
+            if prompt:
+                speeds = [run["completed"] * prompt / run["duration"] for run in runs]
+                row["prompt tok/s"] = f"{statistics.median(speeds):,.0f}"
             row["tok/s"] = f"{median:,.0f}"
             if len(runs) > 1:
                 row["tok/s"] += f" ({low:,.0f}-{high:,.0f})"
             degrees = _degrees(jobs[name])
             alike = [other for other in stock if degrees in (None, _degrees(jobs[other]))]
             for column, others in ((" with the same stages", alike), ("'s best", stock)):
-                best = max((theirs[other] for other in others), default=0.0)
+                best = max((stock_medians[other] for other in others), default=0.0)
                 row[f"of stock{column}"] = f"{median / best:.2f}" if best else None
             for metric in ("ttft", "tpot"):
                 for q in ("p50", "p99"):
                     values = [run[f"{q}_{metric}_ms"] for run in runs]
                     row[f"{metric.upper()} {q}"] = f"{statistics.median(values):,.1f}"
-            if (good := [run.get("request_goodput") for run in runs])[0] is not None:
-                row["goodput/s"] = f"{statistics.median(good):.2f}"
+            goodputs = [run.get("request_goodput") for run in runs]
+            if goodputs[0] is not None:
+                row["goodput/s"] = f"{statistics.median(goodputs):.2f}"
             row["KV tokens"] = starts[0]["kv_tokens"]
             row["memory MiB"] = sum(starts[0]["memory_mib"].values()) or None
             bound = jobs[name]["env"].get("VLLM_CPU_OMP_THREADS_BIND")
             row["cores"] = bound or "; ".join(starts[0]["plan"]).removeprefix("core plan: ")
             if first:
-                same = [a == b for a, b in zip(told[name] or [], first, strict=False)]
+                same = [a == b for a, b in zip(answers_of[name] or [], first, strict=False)]
                 # A server that tells texts instead of tokens is compared with none that tells them.
-                comparable = same and type(told[name][0]) is type(first[0])
+                comparable = same and type(answers_of[name][0]) is type(first[0])
                 row["equal"] = f"{sum(same)} of {len(same)}" if comparable else None
                 draws = starts[0]["draws"]
                 row["draws p"] = f"{draws['p']:.2f}" if draws else None
@@ -62,7 +72,7 @@ def table(
 
 
 def _degrees(job: Mapping[str, Any]) -> list[str] | None:
-    """A server's stages and ranks; None: it runs already."""
+    """The words of a server's stages and ranks; None for a server that runs already."""
     words = job["command"]
     return words[words.index("-pp") :][:4] if words else None
 
@@ -74,12 +84,14 @@ def _speeds(starts: Sequence[Mapping[str, Any]], load: str) -> tuple[float, floa
 
 
 def show(result: Mapping[str, Any]) -> None:
+    """Print the table of a result of ``sipipe bench``."""
     rows = result["rows"]
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     columns.remove("cores")
     cells = (["" if row[name] is None else f"{row[name]}" for name in columns] for row in rows)
     shown = console.table(columns, cells, left=("sampling", "engine"), pad_edge=True)
-    shown.title, shown.caption = result["title"], result["note"]
+    shown.title = result["title"]
+    shown.caption = result["note"]
     console.Console(width=max(130, console.Console().width)).print(shown)
     for name, cores in {row["engine"]: row["cores"] for row in rows if row["cores"]}.items():
         print(f"{name}: {cores}")

@@ -1,4 +1,4 @@
-"""What commands print tables with."""
+"""Console and tables of the commands."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -8,13 +8,13 @@ from rich.table import Table
 
 
 class Console(console.Console):
-    """Rich's, for which names that hold brackets or colons are only names."""
+    """Rich's console without markup: a name that holds brackets or colons is only a name."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(markup=False, emoji=False, **more)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """Rich would exit with 1; :func:`sipipe.cli.main` knows that this is no error."""
+        """Raise what :func:`sipipe.cli.main` takes for no error; Rich would exit with status 1."""
         raise BrokenPipeError
 
 
@@ -25,10 +25,11 @@ def table(
     left: Collection[str],
     pad_edge: bool = False,
 ) -> Table:
-    """``rows`` under ``columns``, those named in ``left`` to the left and numbers to the right."""
-    made = Table(box=None, pad_edge=pad_edge)
+    """A table of ``rows`` under ``columns``. Columns named in ``left`` are aligned to the left, others,
+    of numbers, to the right."""
+    result = Table(box=None, pad_edge=pad_edge)
     for name in columns:
-        made.add_column(name, justify="left" if name in left else "right")
+        result.add_column(name, justify="left" if name in left else "right")
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result

@@ -1,7 +1,7 @@
 """``sipipe doctor``: what this machine has, and what SiPipe would do on it.
 
-Findings are gathered without importing vLLM here; whether it can be imported at all is tried in
-a process of its own, because that takes seconds and may crash.
+This process never imports vLLM. A process of its own tries whether vLLM can be imported, because
+that takes seconds and may crash.
 """
 
 import ctypes
@@ -36,11 +36,12 @@ MOST_WORKERS = 8
 """Workers on one core beyond which no plan is shown."""
 
 SECONDS = 120.0
-"""How long an import of vLLM may take before it counts as broken."""
+"""Seconds that an import of vLLM may take. One that takes longer counts as broken."""
 
 PRELOADS = {"libtcmalloc": "apt install libtcmalloc-minimal4"}
-PRELOADS |= {"libiomp": "pip install intel-openmp"} if platform.machine() == "x86_64" else {}
-"""What vLLM's CPU build advises to preload, and how to have it."""
+"""Libraries that vLLM's CPU build advises to preload, each with the way to get it."""
+if platform.machine() == "x86_64":
+    PRELOADS["libiomp"] = "pip install intel-openmp"
 
 Device = Literal["cpu", "cuda"]
 
@@ -54,6 +55,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
+    """Print the findings; returns the exit status. 0: SiPipe can run here. 1: it cannot."""
     parser = make_parser("doctor", "What this machine has, and what SiPipe would do on it.")
     count = at_least(1, int)
     parser.add_argument("--pp", type=count, metavar="N", help="stages (default: what suits here)")
@@ -62,15 +64,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     args = parser.parse_args(argv)
 
-    vllm, gpus = installed_vllm(), gpus_here()
+    vllm = installed_vllm()
+    gpus = gpus_here()
     device = vllm.device if vllm else "cpu"
     suits, state, advice = best_degrees(device, gpus)
-    pp, tp = (args.pp or 1, args.tp or 1) if args.pp or args.tp else suits
+    stages, ranks = (args.pp or 1, args.tp or 1) if args.pp or args.tp else suits
     findings = [
         *_software(vllm, try_import=not args.quick),
         *_hardware(gpus),
         Finding("best degrees", state, advice),
-        *_what_sipipe_does(pp, tp, suits, device, gpus),
+        *_what_sipipe_does(stages, ranks, suits, device, gpus),
     ]
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
@@ -80,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Finding]:
+    """Findings on vLLM, the libraries that it uses, and a compiler."""
     yield Finding("SiPipe", "ok", f"{__version__}, Python {platform.python_version()}")
     if vllm is None:
         yield Finding("vLLM", "error", f"not installed: {HOW_TO_INSTALL}")
@@ -99,9 +103,13 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
             yield Finding("libnuma", "error", missing)
         if cpu_features.slow():
             yield Finding("dtypes", "warning", cpu_features.HINT)
-        given = os.environ.get("LD_PRELOAD", "")
-        lacks = [f"{name} ({how})" for name, how in PRELOADS.items() if name not in given]
-        text = f"LD_PRELOAD has no {' and no '.join(lacks)}, which vLLM advises" if lacks else given
+        preloaded = os.environ.get("LD_PRELOAD", "")
+        lacks = [f"{name} ({how})" for name, how in PRELOADS.items() if name not in preloaded]
+        text = (
+            f"LD_PRELOAD has no {' and no '.join(lacks)}, which vLLM advises"
+            if lacks
+            else preloaded
+        )
         yield Finding("preloads", "warning" if lacks else "ok", text)
     name = os.environ.get("CXX", "g++")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -117,6 +125,7 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
 
 
 def _import_vllm() -> Finding:
+    """Try to import vLLM, and SiPipe's executor, in another process."""
     code = "import transformers, vllm.v1.executor.abstract, sipipe; sipipe.Executor"
     command = [sys.executable, "-P", "-c", code]
     try:
@@ -132,14 +141,17 @@ def _import_vllm() -> Finding:
 
 
 def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
+    """Findings on cores, memory, the kernel and GPUs."""
     cores = this_machine()
     cpus = cpus_of(cores)
     nodes = Counter(core.node for core in cores)
     per_node = ", ".join(f"node {node}: {count} cores" for node, count in nodes.items())
     threads = f"CPUs {format_cpus(cpus)}, {len(cpus) // len(cores)} a core"
-    limit = "" if math.isinf(time := quota()) else f", a quota of {time:g} CPUs' time"
+    cpus_time = quota()
+    limit = "" if math.isinf(cpus_time) else f", a quota of {cpus_time:g} CPUs' time"
     yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
-    total, free = psutil.virtual_memory().total / 2**30, free_bytes() / 2**30
+    total = psutil.virtual_memory().total / 2**30
+    free = free_bytes() / 2**30
     yield Finding("memory", "ok", f"{total:,.1f} GiB, {free:,.1f} GiB may be used")
     yield _kernel(platform.release())
     for index, line in enumerate(gpus):
@@ -149,7 +161,8 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
 
 
 def _kernel(release: str) -> Finding:
-    """Whether it has what SiPipe needs, and the slices that run_soon() asks for."""
+    """Finding on the kernel: it has to have pidfd_open, and should have the time slices for which
+    :func:`~sipipe.cores.run_soon` asks."""
     try:
         os.close(pidfd_open(os.getpid()))
     except OSError as error:
@@ -165,7 +178,9 @@ def _kernel(release: str) -> Finding:
 def _what_sipipe_does(
     stages: int, ranks: int, suits: tuple[int, int], device: Device, gpus: Sequence[str]
 ) -> Iterator[Finding]:
-    workers, cores = stages * ranks, len(this_machine())
+    """Findings on what SiPipe would do with these degrees."""
+    workers = stages * ranks
+    cores = len(this_machine())
     if device == "cpu" and workers > cores:
         yield Finding(
             "core plan",
@@ -177,7 +192,8 @@ def _what_sipipe_does(
             return
     elif device == "cpu" and workers > 1:
         facts = load_model("qwen3-0.6b")
-        if quicker := quicker_on_cpus(facts, stages, ranks):
+        quicker = quicker_on_cpus(facts, stages, ranks)
+        if quicker:
             text = f"{facts.name}: {quicker} (computed from its parts, measured now)"
             yield Finding("other degrees", "ok", text)
     aside = device == "cuda" and stages == 1
@@ -204,6 +220,7 @@ def _what_sipipe_does(
 
 
 def _show(findings: Sequence[Finding]) -> None:
+    """Print the findings, a line each."""
     marks = {"ok": "ok", "warning": "!!", "error": "no"}
     width = max(len(finding.what) for finding in findings)
     for what, state, text in findings:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sipipe.cli.parser import at_least, checked, make_parser, parse_engine_command
+from sipipe.cli.parser import Parser, at_least, checked, make_parser, parse_engine_command
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
@@ -30,12 +30,40 @@ NUMBERS = {
     "presence_penalty": at_least(-2, float, 2),
     "frequency_penalty": at_least(-2, float, 2),
 }
-"""Types with the ranges of vLLM's, whose own check comes after seconds of imports."""
+"""Types of options, with vLLM's ranges: its own check would come after seconds of imports."""
 SAMPLING = (*NUMBERS, "max_tokens", "temperature", "top_k", "seed", "stop", "ignore_eos")
-"""The options that are fields of vLLM's ``SamplingParams``, by their names there."""
+"""Options that are fields of vLLM's ``SamplingParams``, by their names there."""
 
 
 def main(argv: Sequence[str]) -> int:
+    """Complete the prompts; returns the exit status. 0: all were completed. 1: some failed."""
+    parser = _parser()
+    args, settings, words = parse_engine_command(parser, argv)
+    if not words:
+        raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
+    # A file is read before vLLM is imported. Only vLLM's parser can say which words are prompts.
+    lines = read_prompts(args.file) if args.file else None
+
+    # The engine's log is for servers; here the text matters. Set before vLLM is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    require_vllm()
+    from sipipe.engine.start.generate import generate
+
+    parameters = {name: getattr(args, name) for name in SAMPLING}
+    completed = generate(
+        words,
+        settings,
+        {name: value for name, value in parameters.items() if value is not None},
+        prompts=lambda words: prompts_of(words, lines),
+        chat=args.chat,
+        show=_show_json if args.json else _show_text,
+    )
+    return 0 if completed else 1
+
+
+def _parser() -> Parser:
+    """The options of ``sipipe generate`` itself."""
     parser = make_parser(
         "generate",
         "Complete prompts; the first one's text is shown as it comes.",
@@ -49,43 +77,25 @@ def main(argv: Sequence[str]) -> int:
     source.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
     sampling = parser.add_argument_group("sampling, as in vLLM's SamplingParams")
     count = at_least(1, int)
-    warmth = at_least(0, float, 2)
-    most = at_least(-1, int)
+    temperature = at_least(0, float, 2)
+    top_k = at_least(-1, int)
     seed = checked(int, "a whole number of 64 bits", lambda n: -(2**63) <= n < 2**63)
     sampling.add_argument("--max-tokens", type=count, default=64, metavar="N", help="default: 64")
-    sampling.add_argument("--temperature", type=warmth, default=0.0, metavar="T", help="default: 0")
+    sampling.add_argument(
+        "--temperature", type=temperature, default=0.0, metavar="T", help="default: 0"
+    )
     for name, kind in NUMBERS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
-    sampling.add_argument("--top-k", type=most, metavar="K")
+    sampling.add_argument("--top-k", type=top_k, metavar="K")
     sampling.add_argument("--sampling-seed", dest="seed", type=seed, metavar="S", help="of draws")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    own, settings, rest = parse_engine_command(parser, argv)
-    if not rest:
-        raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
-    # A file is read before vLLM is imported; which words are prompts, only vLLM's parser can say.
-    lines = read_prompts(own.file) if own.file else None
-
-    # The engine's log is for servers; here the text matters. Set before vLLM is imported.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    require_vllm()
-    from sipipe.engine.start.generate import generate
-
-    given = {name: value for name in SAMPLING if (value := getattr(own, name)) is not None}
-    good = generate(
-        rest,
-        settings,
-        given,
-        prompts=lambda words: prompts_of(words, lines),
-        chat=own.chat,
-        show=_show_json if own.json else _show_text,
-    )
-    return 0 if good else 1
+    return parser
 
 
 def prompts_of(words: Sequence[str], lines: list[str] | None) -> list[str]:
-    """Prompts of the command line, or ``lines`` of ``--file``, or else of stdin."""
+    """The prompts: ``words`` of the command line, or ``lines`` of ``--file``, or else lines of stdin.
+    Raises ConfigError: there are none, or of two kinds."""
     if words and lines is not None:
         raise ConfigError("generate: prompts come from the arguments or from --file, not from both")
     if words:
@@ -107,13 +117,15 @@ def read_prompts(file: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"generate: cannot read --file {file}: {reason}") from None
-    if not (lines := [line for line in text.splitlines() if line.strip()]):
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
         raise ConfigError(f"generate: {'stdin' if file == '-' else file} holds no prompt")
     return lines
 
 
 def _show_text(event: Event, completion: Completion, text: str) -> None:
-    """The prompt, dimmed on a terminal, then its completion; an empty line between prompts."""
+    """Print a prompt, dimmed on a terminal, then its completion as it comes; an empty line between
+    prompts."""
     if event == "begin":
         dim, plain = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
         print(f"{dim}{completion.prompt}{plain}", end="", flush=True)
@@ -126,5 +138,6 @@ def _show_text(event: Event, completion: Completion, text: str) -> None:
 
 
 def _show_json(event: Event, completion: Completion, _text: str) -> None:
+    """Print a completion as one line of JSON when it is complete."""
     if event == "end":
         print(json.dumps(vars(completion), ensure_ascii=False), flush=True)

@@ -38,101 +38,122 @@ log in its line. In order:
 """
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SECONDS = 540.0
-"""That a step may take."""
+"""Seconds that a step may take."""
 LEAST = 1e-4
-"""Of the chi-square's p: below it draws are wrong."""
+"""Least p of the chi-square test. Below it draws count as wrong."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: every step is fine or skipped. 1: one failed."""
+    """Run the steps; returns the exit status. 0: every step is fine or skipped. 1: one failed."""
     about = "Whether SiPipe works on this machine's GPUs, and how quick it is, as a file to send."
     parser = make_parser("gpu-check", about, epilog=EPILOG)
     what = f"a small one of Llama's kind (default: {MODEL})"
     parser.add_argument("model", metavar="MODEL", nargs="?", default=MODEL, help=what)
-    add, count = adder(parser), at_least(1, int)
+    add = adder(parser)
+    count = at_least(1, int)
     add("--out", Path, Path("sipipe-gpu-check.jsonl"), "FILE", "default: sipipe-gpu-check.jsonl")
     add("--steps", str, ",".join(STEPS), "LIST", "default: all")
     add("--pp", count, None, "N", "stages of the large model (default: a GPU each)")
     add("--tp", count, 1, "N", "ranks of its stages (default: 1)")
     parser.add_argument("--without-gpu", action="store_true", help="what needs none, on CPUs")
-    own = parser.parse_args(argv)
-    if wrong := [name for name in own.steps.split(",") if name not in STEPS]:
+    args = parser.parse_args(argv)
+    wrong = [name for name in args.steps.split(",") if name not in STEPS]
+    if wrong:
         raise ConfigError(f'gpu-check: --steps "{wrong[0]}" is none of {", ".join(STEPS)}')
     require_vllm()
     import torch
 
     gpus = torch.cuda.device_count()
-    if not gpus and not own.without_gpu:
+    if not gpus and not args.without_gpu:
         raise ConfigError(
             "no CUDA device is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): --without-gpu runs the "
             "steps that need none"
         )
     try:
-        own.out.open("a").close()
-        _lines(own.out)
+        args.out.open("a").close()
+        _lines(args.out)
     except (OSError, ValueError) as error:  # ValueError: lines of something else
-        raise ConfigError(f'gpu-check: --out "{own.out}" cannot be appended to: {error}') from None
-    own.pp = own.pp or max(1, gpus // own.tp)
-    fine = [_step(name, own, gpus) for name in own.steps.split(",")]
-    print(f"{own.out}: {len(fine)} steps, {fine.count(False)} failed")
+        raise ConfigError(f'gpu-check: --out "{args.out}" cannot be appended to: {error}') from None
+    args.pp = args.pp or max(1, gpus // args.tp)
+    fine = [_step(name, args, gpus) for name in args.steps.split(",")]
+    print(f"{args.out}: {len(fine)} steps, {fine.count(False)} failed")
     return 0 if all(fine) else 1
 
 
-def _step(name: str, own: argparse.Namespace, gpus: int) -> bool:
-    """Run it and append its line; whether nothing was wrong."""
-    step, line, began = STEPS[name], {"step": name, "model": own.model}, time.monotonic()
+def _step(name: str, args: argparse.Namespace, gpus: int) -> bool:
+    """Run the step ``name`` and append its line to the file; True if nothing was wrong."""
+    step = STEPS[name]
+    began = time.monotonic()
+    line = {"step": name, "model": args.model}
     line["at"] = time.strftime("%F %T")
-    if gpus < (least := step.get("gpus", 0)):
+    least = step.get("gpus", 0)
+    if gpus < least:
         line["skipped"] = f"needs {least} GPUs, {gpus} visible" if gpus else "no CUDA"
     else:
         try:
-            line |= _found(name, step, own, gpus)
+            line |= _result(name, step, args, gpus)
         except SiPipeError as error:
             line |= {"failed": str(error), "log": "".join(getattr(error, "__notes__", ()))}
     line["seconds"] = f"{time.monotonic() - began:.1f}"
-    with own.out.open("a") as file:
+    with args.out.open("a") as file:
         file.write(json.dumps(line) + "\n")
     state = next((f"{key}: {line[key]}" for key in ("skipped", "failed") if key in line), "fine")
     print(f"{name}: {state} ({line['seconds']} s)", flush=True)
     return "failed" not in line
 
 
-def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict[str, Any]:
+def _result(name: str, step: Options, args: argparse.Namespace, gpus: int) -> dict[str, Any]:
+    """Run a step; returns the entries of its line that say what came of it."""
     if "load" not in step:
         command = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
         doctor = output(*command, failing=True)
-        joined = output("nvidia-smi", "topo", "-m")
-        return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": joined}
+        topology = output("nvidia-smi", "topo", "-m")
+        return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": topology}
     with tempfile.TemporaryDirectory(prefix="sipipe-trace-") as trace:
-        job = _server(step, own, gpus, trace)
-        found: dict[str, Any] = {"found": measured(name, job, "sipipe.tools.load", timeout=SECONDS)}
+        job = _server(step, args, gpus, trace)
+        measurement = measured(name, job, "sipipe.tools.load", timeout=SECONDS)
+        result: dict[str, Any] = {"found": measurement}
         if "trace" in step:
             words = ("-m", "sipipe", "trace", "report", trace, "--json")
             report = output(sys.executable, "-P", *words)
-            found["trace"] = json.loads(report or "{}")
-    answers, drawn = map(found["found"].get, ("answers", "draws"))  # of large models neither
-    if like := step.get("like"):
-        lines = [one for one in _lines(own.out) if one.get("model", own.model) == own.model]
-        theirs = [
-            one["found"]["answers"] for one in lines if one["step"] == like and "found" in one
-        ]
-        told = [answer for answer in theirs if answer]  # None: it refused to tell them
-        found["compared with"] = like if told and answers else "nothing"
-        if told and answers and told[-1] != answers:
-            found["failed"] = f"greedy tokens are not those of {like}"
-    if drawn and drawn["p"] < LEAST:
-        found["failed"] = "what was drawn does not fit the server's own probabilities"
-    return found
+            result["trace"] = json.loads(report or "{}")
+    # Large models have neither: they would take too long.
+    answers = measurement.get("answers")
+    draws = measurement.get("draws")
+    like = step.get("like")
+    if like:
+        reference = _answers_of(like, args)
+        result["compared with"] = like if reference and answers else "nothing"
+        if reference and answers and reference != answers:
+            result["failed"] = f"greedy tokens are not those of {like}"
+    if draws and draws["p"] < LEAST:
+        result["failed"] = "what was drawn does not fit the server's own probabilities"
+    return result
+
+
+def _answers_of(step: str, args: argparse.Namespace) -> Any:
+    """The last answers of another step with the same model, in the file; None: there are none."""
+    answers = [
+        line["found"]["answers"]
+        for line in _lines(args.out)
+        if line.get("model", args.model) == args.model and line["step"] == step and "found" in line
+    ]
+    known = [answer for answer in answers if answer]  # None: the server refused to tell them
+    return known[-1] if known else None
 
 
 def _lines(out: Path) -> list[dict[str, Any]]:
-    return [one for line in out.read_text().splitlines() if "step" in (one := json.loads(line))]
+    """The lines of steps in a file. Raises ValueError: it has lines of something else."""
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return [line for line in lines if "step" in line]
 
 
-def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> dict[str, Any]:
-    """A :class:`sipipe.tools.load.Job`."""
-    load, row = TABLE["load"][step["load"]], shlex.split(step["row"])
-    p, t = step.get("pp", own.pp), step.get("tp", own.tp)
+def _server(step: Options, args: argparse.Namespace, gpus: int, trace: str) -> dict[str, Any]:
+    """The entries of :class:`sipipe.tools.load.Job` for a step: its server and its load."""
+    load = TABLE["load"][step["load"]]
+    row = shlex.split(step["row"])
+    p = step.get("pp", args.pp)
+    t = step.get("tp", args.tp)
     settings: dict[str, Any] = {}
     if not step.get("plain"):
         settings["cpu_sampling"] = step.get("draw", "auto")
@@ -141,10 +162,12 @@ def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> di
         row += ["--gpu-memory-utilization", "0.4"]
     if row[:1] != ["stock"]:
         row += ["--additional-config", json.dumps({"sipipe": settings})]
-        row += ["--trace", trace] * ("trace" in step)
-    job = server_job([own.model, "-pp", str(p), "-tp", str(t), *shlex.split(load["options"])], row)
-    job["env"] |= {"VLLM_LOGGING_LEVEL": "INFO"}
-    job["env"] |= {"VLLM_GPU_SYNC_CHECK": "error"} if "like" in step else {}
+        if "trace" in step:
+            row += ["--trace", trace]
+    job = server_job([args.model, "-pp", str(p), "-tp", str(t), *shlex.split(load["options"])], row)
+    job["env"]["VLLM_LOGGING_LEVEL"] = "INFO"
+    if "like" in step:
+        job["env"]["VLLM_GPU_SYNC_CHECK"] = "error"
     send = ["--dataset-name", "random", "--random-input-len", "16", *shlex.split(load["send"])]
     more = {"loads": load["loads"], "draws": load["draws"], "repeat": 1, "load": send}
-    return job | more | {"model": own.model, "mixes": SAMPLING}
+    return job | more | {"model": args.model, "mixes": SAMPLING}

@@ -17,11 +17,11 @@ Value = TypeVar("Value")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, raised as :class:`ConfigError`. As vLLM's, it takes
-    underscores in long options; all that it leaves have dashes."""
+    """An argument parser whose errors are raised as :class:`ConfigError`, in one line. Like vLLM's, it
+    takes underscores in the names of long options; the words that it leaves have dashes there."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, of words that must be given."""
+        """Parse ``args``, which have to be given, as ``argparse`` does."""
         name = re.compile(r"^--\w[\w-]*(?=[=.]|$)")
         dashed = [name.sub(lambda at: at[0].replace("_", "-"), word) for word in args]
         return super().parse_known_args(dashed, namespace)
@@ -30,9 +30,15 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog.removeprefix('sipipe ')}: {message} (see {self.prog} -h)")
 
 
-def make_parser(command: str, description: str, **more: Any) -> Parser:
-    """The parser of ``sipipe COMMAND``; abbreviated options are not taken."""
-
+def make_parser(
+    command: str,
+    description: str,
+    *,
+    usage: str | None = None,
+    epilog: str | None = None,
+    add_help: bool = True,
+) -> Parser:
+    """The parser of ``sipipe COMMAND``. It takes no abbreviated options."""
     width = min(100, shutil.get_terminal_size().columns)
     formatter = partial(argparse.RawDescriptionHelpFormatter, width=width, max_help_position=30)
     return Parser(
@@ -40,14 +46,16 @@ def make_parser(command: str, description: str, **more: Any) -> Parser:
         description=description,
         formatter_class=formatter,
         allow_abbrev=False,
-        **more,
+        usage=usage,
+        epilog=epilog,
+        add_help=add_help,
     )
 
 
 def adder(
     group: argparse._ActionsContainer,
 ) -> Callable[[str, Callable[[str], Any], Any, str, str], None]:
-    """What adds options with a value: name, type, default, metavar, help."""
+    """A function that adds options with a value to ``group``: name, type, default, metavar, help."""
 
     def add(name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
@@ -58,11 +66,14 @@ def adder(
 def checked(
     convert: Callable[[str], Value], allowed: str, valid: Callable[[Value], bool]
 ) -> Callable[[str], Value]:
-    """The ``type`` of an option: ``convert``'s ValueError, KeyError and invalid result are refused."""
+    """The ``type`` of an option whose value ``convert`` makes of its text. A value that is not
+    ``valid``, and a text for which ``convert`` raises ValueError or KeyError, are refused; ``allowed``
+    says what is taken."""
 
     def parse(text: str) -> Value:
         with suppress(ValueError, KeyError):
-            if valid(value := convert(text)):
+            value = convert(text)
+            if valid(value):
                 return value
         raise argparse.ArgumentTypeError(f'must be {allowed}, not "{text[:60]}"')
 
@@ -72,10 +83,10 @@ def checked(
 def at_least(
     least: float, kind: Callable[[str], float] = float, most: float = 1e9
 ) -> Callable[[str], Any]:
-    """The ``type`` of an option that takes a number from ``least`` on. ``most``: what keeps sums
-    finite and loops short; one that nobody means is not named."""
-    what = "whole number" if kind is int else "number"
-    allowed = f"a {what} of {least} or more" if most == 1e9 else f"a {what} from {least} to {most}"
+    """The ``type`` of an option that takes a number from ``least`` to ``most``. The default of ``most``
+    only keeps sums finite and loops short, so the error does not name it."""
+    noun = "whole number" if kind is int else "number"
+    allowed = f"a {noun} of {least} or more" if most == 1e9 else f"a {noun} from {least} to {most}"
     return checked(kind, allowed, lambda number: least <= number <= most)
 
 
@@ -92,35 +103,40 @@ def parse_engine_command(
     argv: Sequence[str],
     suiting: Callable[[argparse.Namespace, Sequence[str]], tuple[int, int]] | None = None,
 ) -> tuple[argparse.Namespace, dict[str, Any], list[str]]:
-    """The command line of a command that starts an engine.
+    """Parse the command line of a command that starts an engine.
 
-    Returns the options of ``parser`` and SiPipe's own; the checked entries that these give
+    Args:
+        parser: the command's own options, to which SiPipe's are added.
+        argv: the command line behind the command.
+        suiting: chooses the degrees for ``--pp auto``; None: the command has no such choice.
+
+    Returns the options of ``parser`` and SiPipe's; the checked entries that these give
     ``additional_config["sipipe"]``; and all other arguments, for vLLM's parser, which also shows
-    ``--help=GROUP``. ``suiting``: the degrees for ``--pp auto``. Raises ConfigError: a value that
-    :class:`~sipipe.config.SiPipeConfig` refuses.
+    ``--help=GROUP``. Raises ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
     """
     _add_engine_options(parser)
-    options = argv[: argv.index("--")] if "--" in argv else argv  # words stand behind it
+    options = argv[: argv.index("--")] if "--" in argv else argv
     if "-h" in options or "--help" in options:
         parser.print_help()
         sys.exit(0)
-    own, rest = parser.parse_known_args(argv)
-    if own.pp == "auto":
+    args, words = parser.parse_known_args(argv)
+    if args.pp == "auto":
         if suiting is None:
             raise ConfigError("--pp auto is an option of sipipe serve: give a number")
-        own.pp, own.tp = suiting(own, rest)
-    end = rest.index("--") if "--" in rest else len(rest)
+        args.pp, args.tp = suiting(args, words)
+    end = words.index("--") if "--" in words else len(words)
     for name, long in (("pp", "--pipeline-parallel-size"), ("tp", "--tensor-parallel-size")):
-        value = getattr(own, name)
+        value = getattr(args, name)
         if value is not None:
-            same = [w for w in rest[:end] if w.split("=")[0] in (f"-{name}", long)]
-            if same:
-                raise ConfigError(f"--{name} and {same[0]} are the same option: give it once")
-            rest[end:end] = [f"-{name}", str(value)]
+            duplicates = [word for word in words[:end] if word.split("=")[0] in (f"-{name}", long)]
+            if duplicates:
+                raise ConfigError(f"--{name} and {duplicates[0]} are the same option: give it once")
+            words[end:end] = [f"-{name}", str(value)]
     names = ("samplers", "inflight", "layers", "vocabulary", "trace", "trace_limit", "cores")
-    settings = {name: vars(own)[name] for name in names if name in own}  # null is a value too
+    # `in` and not a test for None: null is a value, too.
+    settings = {name: vars(args)[name] for name in names if name in args}
     SiPipeConfig.from_dict(settings)
-    return own, settings, rest
+    return args, settings, words
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -144,11 +160,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _stages(text: str) -> Any:
+    """The ``type`` of ``--pp``."""
     return text if text == "auto" else at_least(1, int)(text)
 
 
 def _setting(text: str) -> Any:
-    """JSON, or a word; whether that is allowed is :class:`~sipipe.config.SiPipeConfig`'s to say."""
+    """The ``type`` of a setting: JSON, or a word. :class:`~sipipe.config.SiPipeConfig` checks it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -156,4 +173,5 @@ def _setting(text: str) -> Any:
 
 
 def _layers(text: str) -> Any:
+    """The ``type`` of ``--layers``: a word, or numbers with commas."""
     return text if text.isalpha() else _setting(f"[{text}]")

@@ -25,16 +25,18 @@ _KINDS = {"greedy": "greedy", "all": "top-k, top-p, min-p and penalties"}
 
 
 def print_tables(plans: Sequence[Plan]) -> None:
-    """For each plan, which differ in the sampling alone, the ranking, what was ruled out, which
-    engine is fastest, and the commands that start it."""
+    """Print for each plan the ranking, what was ruled out, which engine is fastest, and the commands
+    that start it. The plans differ only in the sampling."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
-    facts, cluster = plans[0].facts, plans[0].cluster
+    facts = plans[0].facts
+    cluster = plans[0].cluster
     kv = kv_bytes_per_token(facts, plans[0].workload.kv_element_bytes) / 1024
-    network, between = cluster.network, ""
+    between = ""
     if cluster.hosts > 1:
-        between = f", {network.adapters} x {network.gigabits:g} Gb/s between hosts"
+        adapters = f"{cluster.network.adapters} x {cluster.network.gigabits:g} Gb/s"
+        between = f", {adapters} between hosts"
     console.print(
         f"{facts.name}: {facts.parameters / 1e9:.1f}B parameters, {facts.layers} layers, "
         f"{kv:.0f} KiB of KV cache a token"
@@ -53,6 +55,7 @@ def print_tables(plans: Sequence[Plan]) -> None:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
+    """Print one plan."""
     console.print()
     console.print(f"sampling: {_KINDS.get(plan.workload.sampling, plan.workload.sampling)}")
     if plan.choices:
@@ -73,8 +76,9 @@ def _print_plan(console: Console, plan: Plan) -> None:
 
 
 def _recommendation(plan: Plan, best: Choice) -> str:
-    """Which engine is fastest within the budget, and what the other one's best is worth."""
-    ours, other = plan.fastest(True), plan.fastest(False)
+    """A sentence that names the fastest engine within the budget, and compares the other's best."""
+    ours = plan.fastest(True)
+    other = plan.fastest(False)
     name = "SiPipe" if best is ours else f"stock vLLM ({best.engine.key})"
     text = f"fastest: {name}, P{best.p}T{best.t}"
     if ours is None or other is None or plan.gain is None:
@@ -89,7 +93,7 @@ def _recommendation(plan: Plan, best: Choice) -> str:
 
 
 def _print_choices(console: Console, plan: Plan) -> None:
-    """The ranking; in a narrow terminal without what can be left out."""
+    """Print the ranking, in a narrow terminal without the columns that can be left out."""
     columns = ["engine", "p", "t", "tok/s", "range", "TPOT ms", "range", "running"]
     columns += ["KV tokens", "idle", "vocabulary", "limited by"]
     left_out = set() if console.width >= 110 else {6, 7, 9}
@@ -103,8 +107,10 @@ def _print_choices(console: Console, plan: Plan) -> None:
 
 
 def _cells(choice: Choice) -> list[str]:
-    low, high = choice.slowest, choice.quickest
-    # Tokens of the cache, and what share of them the layers' cut costs (-) or gains (+).
+    """The ranking's row of one choice."""
+    low = choice.slowest
+    high = choice.quickest
+    # Tokens of the cache, and the share of them that the layers' cut costs (-) or gains (+).
     share = f"{-choice.kv_loss:+.0%}"
     tokens = f"{choice.memory.kv_tokens:,}" + ("" if share[1:] == "0%" else f" ({share})")
     return [
@@ -117,7 +123,7 @@ def _cells(choice: Choice) -> list[str]:
 
 
 def print_assumptions() -> None:
-    """Every input that ``--assume`` takes."""
+    """Print every input that ``--assume`` takes."""
     columns = ["input", "value", "quickest", "slowest", "source"]
     rows = [
         [name, *(f"{number:g}" for number in numbers), source]
@@ -139,8 +145,11 @@ _BITS |= {"GB/s": 8.0, "TB/s": 8e3}  # bytes
 
 
 def _with_unit(units: dict[str, float]) -> Callable[[str], float]:
+    """A function that converts text such as ``50ms`` by ``units``, and gives NaN for any other."""
+
     def convert(text: str) -> float:
-        if (match := _NUMBER.fullmatch(text)) is None:
+        match = _NUMBER.fullmatch(text)
+        if match is None:
             return math.nan
         unit = match[2]
         return float(match[1]) * units[unit if unit in units else unit.lower()]
@@ -161,6 +170,7 @@ gigabits_per_second = checked(
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The options of ``sipipe plan``."""
     parser = make_parser(
         "plan",
         "Predict throughput and latency of every pipeline and tensor degree, and rank them.",
@@ -210,44 +220,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: a deployment was found. 1: nothing fits or meets the budget; the table says why."""
+    """Print the plan; returns the exit status. 0: a deployment was found. 1: nothing fits or meets the
+    budget, for the reasons in the table."""
     args = _parser().parse_args(argv)
-    if args.list or args.assumptions:
-        (_list if args.list else print_assumptions)()
+    if args.list:
+        _list()
+        return 0
+    if args.assumptions:
+        print_assumptions()
         return 0
     for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
         if value is None:
             raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
     facts = load_model(args.model, weight_bits=args.weight_bits)
-    given = _given(args.assume)
-    cluster = _cluster(args, Assumed(given=given))
+    stated = _given(args.assume)
+    cluster = _cluster(args, Assumed(given=stated))
     workloads = [_workload(args, facts, sampling) for sampling in args.sampling]
     plans = [
         Search(
-            costs=datasheet_costs(facts, cluster, workload, given),
+            costs=datasheet_costs(facts, cluster, workload, stated),
             workload=workload,
             baseline=args.baseline,
             inflight=args.inflight,
             samplers=args.samplers,
             cpu_sampling=args.cpu_sampling,
-            given=given,
+            given=stated,
         ).plan()
         for workload in workloads
     ]
     if args.json:
-        print(json.dumps({one.workload.sampling: plan_to_dict(one) for one in plans}, indent=2))
+        print(json.dumps({plan.workload.sampling: plan_to_dict(plan) for plan in plans}, indent=2))
     else:
         print_tables(plans)
     return 0 if all(plan.choices for plan in plans) else 1
 
 
 def _kinds(text: str) -> tuple[str, ...]:
+    """The ``type`` of ``--sampling``. Names are checked with the workload."""
     return tuple(dict.fromkeys(kind.strip() for kind in text.split(",")))
 
 
 def _given(stated: Sequence[str]) -> dict[str, float]:
-    """The inputs of ``--assume``, by name."""
-    known, given = assumptions(), {}
+    """The inputs of ``--assume``, by name. Raises ConfigError: a name is unknown, or a number wrong."""
+    known = assumptions()
+    values = {}
     for text in stated:
         name, _, number = text.partition("=")
         if name not in known:
@@ -255,22 +271,26 @@ def _given(stated: Sequence[str]) -> dict[str, float]:
             hint = f"; did you mean {near[0]}?" if near else " (--assumptions lists them)"
             raise ConfigError(f'--assume: unknown input "{name}"{hint}')
         try:
-            given[name] = float(number)
+            values[name] = float(number)
         except ValueError:
-            given[name] = math.nan
+            values[name] = math.nan
         _, quickest, slowest, _ = known[name]
-        rate = quickest > slowest  # of which there is more than none
-        if not (1e-9 if rate else 0) <= given[name] <= 1e9:
+        # Of a rate more is quicker, and none would be for ever. Of a time less is quicker.
+        rate = quickest > slowest
+        if not (1e-9 if rate else 0) <= values[name] <= 1e9:
             least = "above 0" if rate else "of 0 or more"
             raise ConfigError(f'--assume {name}: must be a number {least}, not "{number}"')
-    return given
+    return values
 
 
 def _cluster(args: argparse.Namespace, assumed: Assumed) -> Cluster:
+    """The cluster that the options describe."""
     per_host = args.gpus_per_host or (1 if device(args.gpu).kind == "cpu" else 8)
     chosen = device(args.gpu, memory_gib=args.memory, parts=per_host, assumed=assumed)
-    here, cpus = len(os.sched_getaffinity(0)), args.gpu.lower() == "cpu"
-    cores = here if cpus else chosen.cores * per_host or 96
+    if args.gpu.lower() == "cpu":  # this machine's
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = chosen.cores * per_host or 96
     return Cluster(
         device=chosen,
         hosts=args.hosts,
@@ -281,9 +301,16 @@ def _cluster(args: argparse.Namespace, assumed: Assumed) -> Cluster:
 
 
 def _workload(args: argparse.Namespace, facts: ModelFacts, sampling: str) -> Workload:
-    same = "input output tpot_slo max_num_seqs max_num_batched_tokens min_kv_tokens weight_bits"
+    """The workload that the options describe, with one kind of ``sampling``. Raises ConfigError: it is
+    longer than the model's context."""
     workload = Workload(
-        **{name: getattr(args, name) for name in same.split()},
+        input=args.input,
+        output=args.output,
+        tpot_slo=args.tpot_slo,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        min_kv_tokens=args.min_kv_tokens,
+        weight_bits=args.weight_bits,
         sampling=sampling,
         memory_utilization=args.gpu_memory_utilization,
         kv_element_bytes=1.0 if args.kv_cache_dtype == "fp8" else None,
@@ -298,6 +325,7 @@ def _workload(args: argparse.Namespace, facts: ModelFacts, sampling: str) -> Wor
 
 
 def _list() -> None:
+    """Print the models and devices that have names."""
     print("models")
     for name in builtin_models():
         facts = load_model(name)
@@ -305,8 +333,8 @@ def _list() -> None:
         print(f"  {name:<18} {facts.parameters / 1e9:7.1f}B{active}  {facts.layers} layers")
     print("devices")
     for name in names():
-        found = device(name)
+        kind = device(name)
         print(
-            f"  {name:<18} {found.name}: {found.memory_gib:g} GiB, {found.memory_gbs:g} GB/s, "
-            f"{found.bf16_tflops:g} TFLOPS BF16, {found.link.name}"
+            f"  {name:<18} {kind.name}: {kind.memory_gib:g} GiB, {kind.memory_gbs:g} GB/s, "
+            f"{kind.bf16_tflops:g} TFLOPS BF16, {kind.link.name}"
         )

@@ -29,10 +29,12 @@ On a Ray cluster, started on one of its nodes:
   sipipe serve MODEL --pp 4 --tp 2 --distributed-executor-backend ray
 """
 
+# Options for which `--pp auto` leaves no room, since it chooses all degrees of one host.
 WIDER = {"-tp", "--tensor-parallel-size", "-dp", "--data-parallel-size"}
 
 
 def main(argv: Sequence[str]) -> int:
+    """Serve until the server ends; returns its exit status."""
     parser = make_parser(
         "serve",
         "Serve a model through vLLM's OpenAI server, with its stages and samplers on SiPipe.",
@@ -46,56 +48,65 @@ def main(argv: Sequence[str]) -> int:
         help="start the server again, with growing breaks, when it ends by itself",
     )
     add_host_options(parser)
-    own, settings, rest = parse_engine_command(parser, argv, _suiting)
-    node, hosts = hosts_of(own)
+    args, settings, words = parse_engine_command(parser, argv, _suiting)
+    node, hosts = hosts_of(args)
     if hosts:
         settings["hosts"] = hosts
 
     require_vllm()
-    if not hosts and (quicker := _quicker_degrees(rest)):
+    quicker = "" if hosts else _quicker_degrees(words)
+    if quicker:
         print(quicker, file=sys.stderr, flush=True)
-    return supervise([rest, settings, node], restart=own.restart, follows=node > 0)
+    return supervise([words, settings, node], restart=args.restart, follows=node > 0)
 
 
-def _suiting(own: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
-    """The degrees that suit this machine: what ``--pp auto`` stands for."""
-    given = {word.split("=")[0] for word in argv} & WIDER
-    if given or own.tp is not None or own.nnodes > 1:
-        also = min(given, default="--tp" if own.tp is not None else "--nnodes")
-        raise ConfigError(f"--pp auto: it chooses --tp too, for all of one host: leave {also} out")
+def _suiting(args: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
+    """The degrees for which ``--pp auto`` stands: those that suit this machine and the model. Raises
+    ConfigError: another option names one, or none suits."""
+    named = {word.split("=")[0] for word in argv} & WIDER
+    if named or args.tp is not None or args.nnodes > 1:
+        conflict = min(named, default="--tp" if args.tp is not None else "--nnodes")
+        raise ConfigError(
+            f"--pp auto: it chooses --tp too, for all of one host: leave {conflict} out"
+        )
     if not argv or argv[0].startswith("-"):
         raise ConfigError("--pp auto: name the MODEL first: sipipe serve MODEL --pp auto")
     require_vllm()
     vllm = installed_vllm()
     platform = vllm.device if vllm else "cpu"
-    found, state, text = best_degrees(platform, gpus_here(), load_model(argv[0]))
+    suiting, state, text = best_degrees(platform, gpus_here(), load_model(argv[0]))
     if state != "ok":
         raise ConfigError(f"--pp auto: {text}")
-    print(f"--pp auto: --pp {found[0]} --tp {found[1]} ({text})", file=sys.stderr, flush=True)
-    return found
+    print(f"--pp auto: --pp {suiting[0]} --tp {suiting[1]} ({text})", file=sys.stderr, flush=True)
+    return suiting
 
 
 def _quicker_degrees(argv: Sequence[str]) -> str:
-    """Whether this machine's CPUs serve some loads more quickly with other degrees than ``argv``
-    asks for: one line with the numbers; empty where they do not, or nothing is known of the model."""
+    """One line with the loads that this machine's CPUs would serve more quickly with other degrees than
+    those of ``argv``, and their numbers. Empty if there are none, or the model's sizes are not
+    known."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default=argv[0] if argv else "")
-    asked, _ = parser.parse_known_args(argv)
-    vllm, wanted = installed_vllm(), degrees(argv)
+    args, _ = parser.parse_known_args(argv)
+    vllm = installed_vllm()
+    wanted = degrees(argv)
     if vllm is None or vllm.device != "cpu" or wanted is None or wanted[2] > 1:
         return ""
     try:
-        found = quicker_on_cpus(load_model(asked.model), *wanted[:2])
+        quicker = quicker_on_cpus(load_model(args.model), *wanted[:2])
     except SiPipeError:
         return ""
-    told = "computed from its parts, measured now; sipipe bench MODEL measures all"
-    return found and f"other degrees may be quicker on this machine: {found} ({told})"
+    source = "computed from its parts, measured now; sipipe bench MODEL measures all"
+    if not quicker:
+        return ""
+    return f"other degrees may be quicker on this machine: {quicker} ({source})"
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add vLLM's options of several hosts, which vLLM refuses with an executor not its own."""
     group = parser.add_argument_group("Several hosts, as vLLM has them")
-    count, port = at_least(1, int), at_least(1, int, 65000)
+    count = at_least(1, int)
+    port = at_least(1, int, 65000)
     for names, kind, default, metavar, text in (
         (("--nnodes", "-n"), count, 1, "N", "hosts (default: 1)"),
         (("--node-rank", "-r"), at_least(0, int), 0, "N", "which host this is; 0 is the main host"),
@@ -108,18 +119,20 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Which host this is, and ``additional_config["sipipe"]["hosts"]``; ConfigError: contradictions."""
-    count, node = own.nnodes, own.node_rank
+def hosts_of(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """The number of this host, and ``additional_config["sipipe"]["hosts"]``. Raises ConfigError: the
+    options contradict one another."""
+    count = args.nnodes
+    node = args.node_rank
     if node >= count:
         raise ConfigError(f"--node-rank {node}: with --nnodes {count}, hosts are 0 to {count - 1}")
-    if own.headless and node == 0:
+    if args.headless and node == 0:
         raise ConfigError(
             "--headless is for the other hosts (--node-rank 1 and up): host 0, the main host, serves"
         )
     # With Ray, which has a count of its own, the address and the port may be given alone.
-    given = {"address": own.master_addr, "port": own.master_port}
-    hosts = {key: value for key, value in given.items() if value is not None}
+    named = {"address": args.master_addr, "port": args.master_port}
+    hosts = {key: value for key, value in named.items() if value is not None}
     if count > 1:
         hosts["count"] = count
     SiPipeConfig.from_dict({"hosts": hosts})

@@ -1,16 +1,15 @@
-"""What ``sipipe serve`` stays: the process that starts the server, passes signals on, and says how
-it ended.
+"""Supervisor of ``sipipe serve``: it starts the server, passes signals on, and says how it ended.
 
 Who runs here
     One thread, without vLLM. The server is a child in a process group of its own, with the engine
-    in it; a terminal's Ctrl-C reaches this process alone.
+    in it. A terminal's Ctrl-C reaches this process alone.
 Guarantees
     SIGTERM, SIGINT, SIGHUP (the terminal is closed) and SIGQUIT end the command in every state, also
     while the server starts: after the time that ``--shutdown-timeout`` gives to requests and
     :data:`GRACE`, at once at a second signal that is no SIGHUP. SIGHUP and SIGQUIT that were ignored
     when it began (``nohup``) still are.
-    Status 0 is for ends that were asked for, help, and agents whose engine ended. The server does not
-    outlive this process, and no process of the server the server.
+    Status 0 is for servers that were told to end, for help, and for agents whose engine ended. The
+    server does not outlive this process, and none of the server's processes outlives the server.
 """
 
 import json
@@ -30,45 +29,58 @@ from sipipe.ipc.sockets import own_sockets
 
 SERVER: Sequence[str] = ("-m", "sipipe.engine.start.server")
 GRACE = 8.0
-"""Seconds that a server has to end in, beside those that its requests have."""
+"""Seconds in which a server has to end, after those that its requests have."""
 TRACKERS = 2.0
-"""Seconds for Python's resource trackers, which take away what the killed have left."""
-FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0
-"""Seconds before a server is started again: doubled each time, from the first one on."""
+"""Seconds for Python's resource trackers, which remove what killed processes have left."""
+FIRST_BREAK = 1.0
+"""Seconds before a server is started again for the first time. They double each time."""
+LONGEST_BREAK = 60.0
+"""Seconds before a server is started again, at most."""
 STEADY = 600.0
-"""A server that has run for so many seconds begins again with the first break."""
+"""Seconds that a server has to run for the next break to be the first one again."""
 ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> int:
-    """Run :mod:`sipipe.engine.start.server` with these arguments until it ends; its exit status.
+    """Run :mod:`sipipe.engine.start.server` with ``arguments`` until it ends; returns the exit status.
 
-    ``restart``: start it again when it ends unasked, unless its configuration was wrong. One that has
-    passed all checks is not: what it names may be away for a while, as a host or a network is.
-    ``follows``: it is a host agent, for which it is a success to end with the main host.
+    Args:
+        arguments: those of :func:`sipipe.engine.start.server.main`, which travel as JSON.
+        restart: start the server again when it ends by itself, unless its configuration was wrong. It
+            is not wrong if it has passed all checks once: what it names, such as a host or a network,
+            may be away for a while.
+        follows: the server is a host agent, which succeeds by ending with the main host.
     """
-    # Who started this may have it ignored: it would never come, and no status would be kept.
+    # The process that started this one may have ignored it, which is inherited. SIGCHLD would then
+    # never come, and the kernel would keep no exit status.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # The kernel hands out a blocked signal also where it is ignored.
-    spared = {n for n in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(n) is signal.SIG_IGN}
-    watched = {*ENDS, signal.SIGCHLD} - spared
+    ignored = {
+        number
+        for number in (signal.SIGHUP, signal.SIGQUIT)
+        if signal.getsignal(number) is signal.SIG_IGN
+    }
+    watched = {*ENDS, signal.SIGCHLD} - ignored
     # Signals are taken by sigtimedwait: none is lost between two looks, none interrupts.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
         with own_sockets():
             hold_last_word()
-            pause, sound = FIRST_BREAK, False
+            pause = FIRST_BREAK
+            sound = False  # the configuration has passed all checks once
             while True:
                 began = time.monotonic()
-                status, asked, checked = _run(arguments, before - watched, watched)
+                status, ends, checked = _run(arguments, before - watched, watched)
                 sound |= checked and status != 2
-                if not asked and (reason := take_last_word() or _killed(status)):
+                reason = "" if ends else take_last_word() or _killed(status)
+                if reason:
                     tell(reason)
-                # vLLM's server ends well also when its engine has failed. One that ends well before
-                # its checks was asked for help; an agent, when its main host has ended.
-                if not (asked or status or follows) and checked:
+                # vLLM's server returns 0 also when its engine has failed. Status 0 is right for a
+                # server that showed its help, before any check, and for an agent.
+                if not (ends or status or follows) and checked:
                     status = 1
-                if asked or (status == 2 and not sound) or not (restart and (status or checked)):
+                wrong = status == 2 and not sound
+                if ends or wrong or not (restart and (status or checked)):
                     return status
                 lived = time.monotonic() - began
                 pause = FIRST_BREAK if lived > STEADY else pause
@@ -87,8 +99,8 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
 def _run(
     arguments: list[Any], mask: set[int], watched: set[signal.Signals]
 ) -> tuple[int, bool, bool]:
-    """One server, with ``mask`` as its blocked signals: its exit status, whether it was asked to end,
-    and, where it was not, whether its configuration had passed all checks."""
+    """Run one server, with ``mask`` as its blocked signals. Returns its exit status; True if it was
+    told to end; and True if it was not and its configuration had passed all checks."""
     server, control = start_child(
         SERVER,
         [json.dumps(arguments)],
@@ -98,48 +110,48 @@ def _run(
     )
     with control:
         deadline: float | None = None
-        asked = 0
+        ended_by = 0  # the signal that has told the server to end
         while server.poll() is None:
             if deadline is None:
                 # wait: none, while it serves; SIGCHLD at the server's end, a signal that ends it
-                got: Any = signal.sigwaitinfo(watched)
+                received: Any = signal.sigwaitinfo(watched)
             else:
                 # wait: `--shutdown-timeout` and 8 s, then SIGKILL; as above
-                got = signal.sigtimedwait(watched, max(0.0, deadline - time.monotonic()))
+                received = signal.sigtimedwait(watched, max(0.0, deadline - time.monotonic()))
             # A closed terminal sends two SIGHUP, its shell's and its own; systemd one after SIGTERM.
-            ignored = (signal.SIGCHLD, signal.SIGHUP) if asked else (signal.SIGCHLD,)
-            if got is not None and got.si_signo in ignored:
+            ignored = (signal.SIGCHLD, signal.SIGHUP) if ended_by else (signal.SIGCHLD,)
+            if received is not None and received.si_signo in ignored:
                 continue
-            if got is None or asked:  # out of time, or asked twice
+            if received is None or ended_by:  # out of time, or told a second time
                 kill_group(server.pid)
                 server.wait()  # wait: none: it has just been killed; its end
                 break
-            asked = got.si_signo
-            # vLLM drains at these two; at others it would die.
-            server.send_signal(asked if asked == signal.SIGINT else signal.SIGTERM)
+            ended_by = received.si_signo
+            # vLLM lets requests end at these two signals; at others it would die.
+            server.send_signal(ended_by if ended_by == signal.SIGINT else signal.SIGTERM)
             deadline = time.monotonic() + (_shutdown_timeout(control) or 0.0) + GRACE
         _end_group(server.pid)
         status = server.returncode
-        checked = not asked and _shutdown_timeout(control) is not None
-        return (128 + (asked or -status) if status < 0 else status), bool(asked), checked
+        checked = not ended_by and _shutdown_timeout(control) is not None
+        return (128 + (ended_by or -status) if status < 0 else status), bool(ended_by), checked
 
 
 def _killed(status: int) -> str:
-    """Which signal ended a server, that could not say so itself; empty: none."""
+    """Line on the signal that killed a server, which could not say so itself; empty if none did."""
     named = {128 + number: number.name for number in signal.Signals}
     return f"the server was killed ({named[status]})" if status in named else ""
 
 
 def _end_group(group: int) -> None:
-    """See that all processes of a server that has ended do: they do so by themselves, unless they
-    are stopped, or hang where no Python runs."""
+    """Wait until all processes of a server that has ended are gone, then kill the rest. They end by
+    themselves, unless they are stopped, or hang where no Python runs."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
         if not _ends(group, GRACE):
             kill_group(group)
             _ends(group, TRACKERS)
         os.killpg(group, signal.SIGKILL)
-    # A container's first process is the parent of all that have lost theirs.
+    # This may be a container's first process, which inherits all children that have lost their parent.
     with suppress(ChildProcessError):
         # wait: none: it does not wait; nobody
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -147,7 +159,7 @@ def _end_group(group: int) -> None:
 
 
 def _ends(group: int, seconds: float) -> bool:
-    """Whether no process of a group lives any more, within ``seconds``."""
+    """Wait until no process of a group lives; False if one still does after ``seconds``."""
     deadline = time.monotonic() + seconds
     while in_group(group):
         if time.monotonic() > deadline:
@@ -158,8 +170,10 @@ def _ends(group: int, seconds: float) -> bool:
 
 
 def _shutdown_timeout(server: socket.socket) -> float | None:
-    """Seconds that requests have to end in; None before all checks have passed."""
+    """Seconds that requests have to end in, which the server sends when all checks have passed; None:
+    it has not, or they were read before."""
     with suppress(OSError):
-        if told := server.recv(64, socket.MSG_DONTWAIT):
-            return float(told)
+        text = server.recv(64, socket.MSG_DONTWAIT)
+        if text:
+            return float(text)
     return None

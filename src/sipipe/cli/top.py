@@ -3,11 +3,12 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from sipipe.cli.console import Console, table
@@ -17,9 +18,11 @@ from sipipe.observe.live import Word, find
 from sipipe.observe.poll import Block, Poll
 
 BAR = 20
+"""Characters of a stage's bar."""
 
 
 def main(argv: Sequence[str]) -> int:
+    """Show views until the server ends; returns the exit status 0."""
     parser = make_parser("top", "Live view of a running server of this user, on this machine.")
     add = adder(parser)
     add("--pid", int, None, "PID", "a process of the server, where several run on this machine")
@@ -29,17 +32,17 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     poll = _open(args.pid)
-    rates(poll)  # rates need two polls
+    rates(poll)  # a rate is the difference of two polls
 
     def after_interval() -> dict[str, Any]:
         time.sleep(args.interval)  # wait: `--interval`; Ctrl-C
         return rates(poll)
 
-    def show(found: dict[str, Any]) -> None:
+    def show(figures: dict[str, Any]) -> None:
         if args.json:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(figures), flush=True)
         else:
-            Console().print(render(found))
+            Console().print(render(figures))
 
     if args.once:
         show(after_interval())
@@ -56,22 +59,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open(pid: int | None) -> Poll:
-    if not (pages := find(pid=pid)):
+    """A poll of the engine that runs on this machine, or of the one of which ``pid`` is a process.
+    Raises ResourceError: there is none. ConfigError: there are several."""
+    pages = find(pid=pid)
+    if not pages:
         where = "" if pid is None else f" under process {pid}"
         raise ResourceError(
             f"no running SiPipe server of this user found{where}; start one with sipipe serve (with "
             "one stage on a GPU vLLM's own executor runs it, without figures: docs/one-stage.md)"
         )
     if len(pages) > 1:
-        found = ", ".join(f"{p.header.pid} ({p.header.model or 'model unknown'})" for p in pages)
-        raise ConfigError(f"several engines run here; choose one with --pid: {found}")
+        engines = ", ".join(
+            f"{page.header.pid} ({page.header.model or 'model unknown'})" for page in pages
+        )
+        raise ConfigError(f"several engines run here; choose one with --pid: {engines}")
     return Poll(pages[0])
 
 
 def rates(poll: Poll) -> dict[str, Any]:
-    """What has happened a second since the poll before; the object that ``--json`` prints."""
+    """Poll, and return rates and means since the poll before: the object that ``--json`` prints."""
     header = poll.page.header
-    executor, *others = poll.blocks()
+    executor, *blocks = poll.blocks()
     tokens = executor.grown[Word.TOKENS]
     return {
         "model": header.model,
@@ -80,7 +88,7 @@ def rates(poll: Poll) -> dict[str, Any]:
         "path": header.path,
         "idle_s": executor.idle_ns / 1e9,
         "tokens_per_s": executor.rate(Word.TOKENS),
-        # Of the requests whose first token came; of the tokens, each for a request that runs.
+        # Means over the requests whose first token came, and over the tokens of running requests.
         "ttft_ms": executor.per(Word.TTFT_NS, Word.FIRST_TOKENS) / 1e6,
         "tpot_ms": executor.words[Word.RUNNING] * executor.span_ns / 1e6 / tokens if tokens else 0,
         "iterations_per_s": executor.rate(Word.BATCHES),
@@ -89,17 +97,18 @@ def rates(poll: Poll) -> dict[str, Any]:
         "running": executor.words[Word.RUNNING],
         "waiting": executor.words[Word.WAITING],
         "restarts": executor.words[Word.RESTARTS],
-        # Of drafts: how many a pass of a request that has any, and what part of them was drawn.
+        # Drafts of a pass, over the requests that have any; and the part of them that was accepted.
         "drafts": executor.per(Word.DRAFTS, Word.DRAFTED),
         "accepted": executor.per(Word.ACCEPTED, Word.DRAFTS),
-        # Of any request: each pass has a token of its own.
+        # Over all requests. Each pass has a token that is no draft.
         "tokens_a_pass": tokens / max(1, tokens - executor.grown[Word.ACCEPTED]),
-        "stages": [_stage(block) for block in others if block.role == "stage"],
-        "samplers": [_sampler(block) for block in others if block.role == "sampler"],
+        "stages": [_stage(block) for block in blocks if block.role == "stage"],
+        "samplers": [_sampler(block) for block in blocks if block.role == "sampler"],
     }
 
 
 def _stage(block: Block) -> dict[str, Any]:
+    """The figures of one rank of a stage."""
     return {
         "index": block.index,
         "rank": block.rank,
@@ -112,6 +121,7 @@ def _stage(block: Block) -> dict[str, Any]:
 
 
 def _sampler(block: Block) -> dict[str, Any]:
+    """The figures of one sampler."""
     return {
         "index": block.index,
         "busy": block.busy,
@@ -121,44 +131,62 @@ def _sampler(block: Block) -> dict[str, Any]:
     }
 
 
-def render(found: dict[str, Any]) -> RenderableType:
-    """A view of 80 columns."""
-    name = found["model"] or "server"
-    head = Text.assemble(
-        ("SiPipe ", "bold"), f"{name if len(name) < 50 else '…' + name[-49:]} (pid {found['pid']})\n",
-        (f"{found['tokens_per_s']:,.0f} tokens/s", "bold green"),
-        f"   {found['iterations_per_s']:,.1f} iterations/s"
-        f"   TTFT {found['ttft_ms']:,.0f} ms   TPOT {found['tpot_ms']:,.1f} ms\n"
-        f"in flight {found['inflight']}/{found['limit']}   running {found['running']}"
-        f"   waiting {found['waiting']}   restarts {found['restarts']}",
-        f"\ndrafts {found['drafts']:.1f} a pass   {found['accepted']:.0%} accepted"
-        f"   {found['tokens_a_pass']:.2f} tokens a pass"
-        if found["drafts"]
+@group()
+def render(figures: dict[str, Any]) -> Iterator[RenderableType]:
+    """A view of ``figures`` from :func:`rates`, in 80 columns."""
+    yield _head(figures)
+    yield Text()
+    yield _stages_table(figures)
+    yield Text()
+    if figures["samplers"]:
+        yield _samplers_table(figures)
+        yield Text()
+    yield Text("Ctrl-C ends", "dim")
+
+
+def _head(figures: dict[str, Any]) -> Text:
+    """The lines on the whole engine."""
+    name = figures["model"] or "server"
+    return Text.assemble(
+        ("SiPipe ", "bold"), f"{name if len(name) < 50 else '…' + name[-49:]} (pid {figures['pid']})\n",
+        (f"{figures['tokens_per_s']:,.0f} tokens/s", "bold green"),
+        f"   {figures['iterations_per_s']:,.1f} iterations/s"
+        f"   TTFT {figures['ttft_ms']:,.0f} ms   TPOT {figures['tpot_ms']:,.1f} ms\n"
+        f"in flight {figures['inflight']}/{figures['limit']}   running {figures['running']}"
+        f"   waiting {figures['waiting']}   restarts {figures['restarts']}",
+        f"\ndrafts {figures['drafts']:.1f} a pass   {figures['accepted']:.0%} accepted"
+        f"   {figures['tokens_a_pass']:.2f} tokens a pass"
+        if figures["drafts"]
         else "",
     )  # fmt: skip
+
+
+def _stages_table(figures: dict[str, Any]) -> Table:
+    """A row for each rank of each stage."""
     stages = table(("stage", "device", "busy", "ms", "queue"), left=("stage", "device"))
     stages.columns[1].min_width = BAR
-    for stage in found["stages"]:
+    for stage in figures["stages"]:
+        full = round(stage["busy"] * BAR)
         stages.add_row(
             f"{stage['index']}" + (f".{stage['rank']}" if stage["rank"] else ""),
-            Text("█" * (full := round(stage["busy"] * BAR)), "blue").append(
-                "·" * (BAR - full), "dim"
-            ),
+            Text("█" * full, "blue").append("·" * (BAR - full), "dim"),
             f"{stage['busy']:.0%}",
             f"{stage['forward_ms']:.1f}",
             "/".join(map(str, stage["queues"].values())),
         )
-    parts: list[RenderableType] = [head, Text(), stages, Text()]
-    if found["samplers"]:
-        columns = ("sampler", "busy", "sequences/s", "µs/sequence", "queue")
-        samplers = table(columns, left=("sampler",))
-        for sampler in found["samplers"]:
-            samplers.add_row(
-                str(sampler["index"]),
-                f"{sampler['busy']:.0%}",
-                f"{sampler['sequences_per_s']:,.0f}",
-                f"{sampler['us_per_sequence']:.1f}",
-                str(sampler["queue"]),
-            )
-        parts += [samplers, Text()]
-    return Group(*parts, Text("Ctrl-C ends", "dim"))
+    return stages
+
+
+def _samplers_table(figures: dict[str, Any]) -> Table:
+    """A row for each sampler."""
+    columns = ("sampler", "busy", "sequences/s", "µs/sequence", "queue")
+    samplers = table(columns, left=("sampler",))
+    for sampler in figures["samplers"]:
+        samplers.add_row(
+            str(sampler["index"]),
+            f"{sampler['busy']:.0%}",
+            f"{sampler['sequences_per_s']:,.0f}",
+            f"{sampler['us_per_sequence']:.1f}",
+            str(sampler["queue"]),
+        )
+    return samplers

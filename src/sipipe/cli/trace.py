@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from sipipe.cli.console import Console
 from sipipe.cli.parser import adder, at_least, make_parser
@@ -25,6 +25,7 @@ EPILOG = """\
 
 
 def main(argv: Sequence[str]) -> int:
+    """Report on a trace or export it; returns the exit status. 2: no action was named."""
     parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
     commands = parser.add_subparsers(dest="action", metavar="report|export")
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _load(directory: str, args: argparse.Namespace) -> Run:
+    """The part of a trace that the options name."""
     trace = read_trace(directory)
     for warning in trace.warnings:
         tell(warning)
@@ -63,10 +65,12 @@ def _load(directory: str, args: argparse.Namespace) -> Run:
 
 
 def _report(args: argparse.Namespace) -> None:
+    """Write the page, or print JSON. Raises ConfigError: the page cannot be written."""
     runs = [_load(args.directory, args)]
     if args.against is not None:
         runs.append(_load(args.against, args))
-        if runs[0].label == runs[1].label:  # one engine twice: by what was changed
+        if runs[0].label == runs[1].label:
+            # One engine twice. The user named the directories by what was changed.
             for run in runs:
                 run.label = run.trace.directory
     if args.json:
@@ -84,28 +88,35 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def bubbles(run: Run) -> Table:
-    """What each stage's time went to."""
+    """A table of the parts of each stage's time, by kind."""
     summary = run.summary
     idle = f", {summary['idle_s']:.2f} s of them without requests" if summary["idle_s"] else ""
-    table = Table(
-        "stage",
-        *(Column(kind.replace("_", " "), justify="right") for kind in WORKING),
-        title=f"{summary['label']}: {summary['iterations']:,} iterations in "
-        f"{summary['wall_s']:.2f} s{idle}, {summary['tokens_per_s']:,.0f} tokens/s",
+    title = (
+        f"{summary['label']}: {summary['iterations']:,} iterations in "
+        f"{summary['wall_s']:.2f} s{idle}, {summary['tokens_per_s']:,.0f} tokens/s"
     )
+    table = Table("stage", title=title)
+    for kind in WORKING:
+        table.add_column(kind.replace("_", " "), justify="right")
     captions = []
-    if (prefill := summary["prefill_efficiency"]) is not None:
+    prefill = summary["prefill_efficiency"]
+    if prefill is not None:
         captions.append(f"while prompts were computed, devices worked {prefill:.1%} of the time")
-    if (drafts := summary["drafts"]) is not None:
-        text = "{verified:,} drafts verified, {accepted:.0%} accepted, {a_pass:.2f} tokens a pass"
-        captions.append(text.format(**drafts))
+    drafts = summary["drafts"]
+    if drafts is not None:
+        captions.append(
+            f"{drafts['verified']:,} drafts verified, {drafts['accepted']:.0%} accepted, "
+            f"{drafts['a_pass']:.2f} tokens a pass"
+        )
     table.caption = "; ".join(captions) or None
-    for s in [*summary["stage_table"], {"stage": "all", "rank": 0, "share": summary["share"]}]:
-        name = f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else "")
-        table.add_row(name, *(f"{s['share'][kind]:.1%}" for kind in WORKING))
+    all_stages = {"stage": "all", "rank": 0, "share": summary["share"]}
+    for stage in [*summary["stage_table"], all_stages]:
+        name = f"{stage['stage']}.{stage['rank']}" if stage["rank"] else f"{stage['stage']}"
+        table.add_row(name, *(f"{stage['share'][kind]:.1%}" for kind in WORKING))
     return table
 
 
 def _export(args: argparse.Namespace) -> None:
+    """Convert a trace for Perfetto."""
     count = write_perfetto(_load(args.directory, args), Path(args.perfetto))
     print(f"{count:,} slices written to {args.perfetto}; open it at https://ui.perfetto.dev")
