@@ -26,7 +26,7 @@ import torch
 from vllm.triton_utils import HAS_TRITON, triton
 from vllm.utils.math_utils import next_power_of_2
 
-from sipipe.worker.cpu_kernels import kernels
+from sipipe.worker.cpu_kernels import kernels, recurrent
 
 ARRAYS: dict[str, Callable[..., None]] = {
     "gpu.buffer_utils._apply_write_kernel": kernels.apply_write,
@@ -42,13 +42,13 @@ ARRAYS: dict[str, Callable[..., None]] = {
         kernels.post_update_num_computed_tokens
     ),
     "gpu.mm.rope._prepare_rope_positions_kernel": kernels.prepare_rope_positions,
-    "gpu.model_states.mamba_hybrid._fill_num_accepted_kernel": kernels.fill_num_accepted,
-    "gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel": kernels.scatter_num_accepted,
+    "gpu.model_states.mamba_hybrid._fill_num_accepted_kernel": recurrent.fill_num_accepted,
+    "gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel": recurrent.scatter_num_accepted,
     "gpu.model_states.mamba_hybrid.preprocess_mamba_align_fused_kernel": (
-        kernels.preprocess_mamba_align
+        recurrent.preprocess_mamba_align
     ),
-    "mamba_utils.precopy_mamba_align_fused_kernel": kernels.precopy_mamba_align,
-    "mamba_utils.postprocess_mamba_fused_kernel": kernels.postprocess_mamba,
+    "mamba_utils.precopy_mamba_align_fused_kernel": recurrent.precopy_mamba_align,
+    "mamba_utils.postprocess_mamba_fused_kernel": recurrent.postprocess_mamba,
     "gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
         kernels.prompt_logprobs_token_ids
     ),
@@ -191,8 +191,8 @@ def install() -> None:
     triton.next_power_of_2 = next_power_of_2
     for table, take in ((ARRAYS, array), (TENSORS, lambda tensor: tensor)):
         for name, function in table.items():
-            module_name, _, kernel_name = name.rpartition(".")
+            module_name, _, kernel = name.rpartition(".")
             module = import_module(f"vllm.v1.worker.{module_name}")
-            kernel = getattr(module, kernel_name)
-            if not isinstance(kernel, Launch):  # it may be installed already
-                setattr(module, kernel_name, Launch(kernel, function, take))
+            original = getattr(module, kernel)
+            if not isinstance(original, Launch):  # it may be installed already
+                setattr(module, kernel, Launch(original, function, take))
