@@ -19,6 +19,7 @@ from tests.engine.scheduling.whole_engine import (
     SEATS,
     WholeEngine,
     continued,
+    until,
 )
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
@@ -112,6 +113,21 @@ def test_an_id_that_is_used_again_gets_none_of_the_tokens_of_the_first(engine, s
     assert engine.tokens["s"][drawn:] == continued(prompt, 4)
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_turn_that_stops_at_a_draft_goes_on_as_without_drafts(configs, length):  # noqa: F811
+    """The draft is computed, as a token that was drawn is not; the session goes on without either."""
+    config = configs(2, speculative_config=DRAFTS)
+    engine = WholeEngine(PipelineScheduler, config, blocks=BLOCKS, drafts=4)
+    text = engine.turn("s", 10, 20, stops=[length % 7])
+    engine.run()
+    drawn = until(continued(text, 20), [length % 7])
+    assert engine.tokens["s"] == drawn
+    text += drawn[:-1]
+    text += engine.turn("s", length, 4)
+    engine.run()
+    assert engine.tokens["s"][len(drawn) :] == continued(text, 4)
+
+
 # -- sessions that are preempted, and blocks that they hold between their turns --------------------
 
 
@@ -144,14 +160,14 @@ def test_a_turn_that_ends_while_its_session_is_preempted_ends_with_all_its_token
     assert engine.free_blocks() == BLOCKS - 1
 
 
-def test_sessions_that_each_hold_what_the_other_needs_both_go_on(small):
-    """Together their second turns need more blocks than there are."""
-    texts = {id: small.turn(id, 30, 3) for id in "ab"}
+def test_sessions_that_each_hold_what_the_others_need_all_go_on(small):
+    """All blocks are held, and each second turn needs more."""
+    texts = {id: small.turn(id, prompt, 3) for id, prompt in (("a", 46), ("b", 46), ("c", 30))}
     small.run()
-    assert small.free_blocks() == 4
+    assert small.free_blocks() == 0
     for id, text in texts.items():
         text += continued(text, 2)
-        text += small.turn(id, 28, 3)
+        text += small.turn(id, 8, 3)
     small.run()
     for id, text in texts.items():
         assert small.answers[id] == [FinishReason.LENGTH] * 2
@@ -276,8 +292,8 @@ class Session:
 
     text: list[int] = field(default_factory=list)
     """All its tokens so far, but for the last one drawn of a turn."""
-    turns: list[tuple[list[int], int]] = field(default_factory=list)
-    """Prompts and numbers of tokens that are asked for and not answered."""
+    turns: list[tuple[list[int], int, list[int]]] = field(default_factory=list)
+    """Prompts, numbers of tokens and stop tokens that are asked for and not answered."""
 
 
 class Clients(RuleBasedStateMachine):
@@ -319,8 +335,9 @@ class Clients(RuleBasedStateMachine):
             self.sessions[id] = Session()
             self.seen[id] = len(self.engine.answers[id])
             self.read[id] = len(self.engine.tokens.get(id, ()))
-        tokens = self.engine.turn(id, prompt, output, **self.lora(number))
-        self.sessions[id].turns.append((tokens, output))
+        stops = [3] if number % 2 else []
+        tokens = self.engine.turn(id, prompt, output, stops=stops, **self.lora(number))
+        self.sessions[id].turns.append((tokens, output, stops))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
@@ -379,12 +396,12 @@ class Clients(RuleBasedStateMachine):
 
     def _compare(self, id: str, session: Session) -> None:
         """One answer of a session; tokens of the next turn may be there too."""
-        prompt, output = session.turns.pop(0)
+        prompt, output, stops = session.turns.pop(0)
         room = LENGTH - len(session.text) - len(prompt)
         if room < 1:
             return
         session.text += prompt
-        expected = continued(session.text, min(output, room))
+        expected = until(continued(session.text, min(output, room)), stops)
         first = self.read[id]
         self.read[id] += len(expected)
         assert self.engine.tokens[id][first : self.read[id]] == expected

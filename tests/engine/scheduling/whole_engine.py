@@ -56,6 +56,12 @@ def continued(tokens, count: int) -> list[int]:
     return drawn
 
 
+def until(tokens: list[int], stops: list[int]) -> list[int]:
+    """``tokens`` up to the first of ``stops``, with it."""
+    ends = [place + 1 for place, token in enumerate(tokens) if token in stops]
+    return tokens[: ends[0]] if ends else tokens
+
+
 class Stage:
     """A stage and its sampler. ``drafts``: how many a request gets proposed at most."""
 
@@ -155,6 +161,7 @@ class WholeEngine(Engine):
         if grammar:
             params.structured_outputs = StructuredOutputsParams(regex=grammar)
         params.prompt_logprobs = options.pop("prompt_logprobs", None)
+        params.stop_token_ids = options.pop("stops", [])
         self.scheduler.add_request(
             Request(
                 request_id=id,

@@ -290,6 +290,7 @@ class RequestTracker:
         scores = False
         error = ""
         if self.draws != "off":  # else vLLM's sampler knows its own parameters
+            # vLLM refuses a pooling request to a model that generates, in each of its front ends.
             assert sampling_params is not None, "pooling requests do not reach the samplers"
             try:
                 params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))

@@ -169,6 +169,8 @@ class PipelineScheduler(Scheduler):
             started += prices.chunk(request.num_computed_tokens, _pending_tokens(request))
         arriving = len(prompts)
         for request in self.kv_holding_waiting:
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue  # a session without a turn has nothing to compute
             left = max(1, request.num_tokens - request.num_computed_tokens)
             started += prices.chunk(request.num_computed_tokens, left)
         waits = started

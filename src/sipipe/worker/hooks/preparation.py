@@ -136,7 +136,8 @@ class SiPipePrepares(VllmPrepares):
         runner, inputs = self._runner, self._inputs
         rows = runner.req_states.req_id_to_index
         for new, row in zip(output.scheduled_new_reqs, inputs.new_rows, strict=True):
-            # vLLM's parts are kept by its row: LoRA, positions, recurrent states.
+            # vLLM's parts are kept by its row: LoRA, positions, recurrent states. Both free and give
+            # rows in the order of the same scheduling outputs (tests/worker/test_prepare.py).
             assert rows[new.req_id] == row, (
                 f"request {new.req_id} has row {row} here and {rows[new.req_id]} in vLLM's runner"
             )

@@ -141,6 +141,8 @@ class InputPreparer:
         if drafts:
             target.num_drafts.np[:count] = [len(drafts.get(req_id, ())) for req_id in amounts]
             needed, room = count + sum(map(len, drafts.values())), len(target.logits_indices.np)
+            # The engine fits drafts into these rows before it schedules (``Speculation.fit``), and
+            # leaves all of them out where that fails.
             assert needed <= room, f"{needed} rows of logits, of {room} at most"
         if (places := batch_order(scheduled)) is not None:
             order = places if order is None else order[places]
@@ -195,6 +197,7 @@ class InputPreparer:
             first_logits=target.first_logits.np,
         )
         inputs.num_logits = int(target.first_logits.np[count])
+        # vLLM's scheduler makes the sum from the same numbers, and no request changes it.
         assert tokens == inputs.num_tokens, "the scheduling output's numbers of tokens disagree"
         target.starts.np[: count + 1] = target.query_start_loc.np[: count + 1]
         target.lengths.np[:count] = target.seq_lens.np[:count]
@@ -222,6 +225,9 @@ class InputPreparer:
                 block_table=target.block_tables[group].np,
                 slot_mapping=target.slot_mappings.np[group],
             )
+            # vLLM's scheduler has blocks for what it schedules, up to ``max_model_len``. The engine
+            # refuses what would be longer: prompts (``engine.iteration.admission``) and turns of
+            # sessions (``SessionScheduler``), which vLLM's front end checks alone or not at all.
             assert overflow < 0, (
                 f"request {inputs.req_ids[overflow]} was scheduled "
                 f"{int(computed[overflow] + scheduled[overflow])} tokens but has blocks for "
@@ -232,7 +238,9 @@ class InputPreparer:
 
 def _fill(target: NDArray[Any], count: int, values: Iterable[int]) -> Int32:
     """Write exactly ``count`` numbers to the front of an int32 array; returns that part. ``struct``
-    takes half of the time of ``np.fromiter``, and raises ``struct.error`` if there are more or less."""
+    takes half of the time of ``np.fromiter``, and raises ``struct.error`` if there are more or less.
+    There are as many tokens as were scheduled: the engine has some token for each that was drawn or
+    whose request fails (``engine.iteration.resolve``)."""
     struct.pack_into(f"{count}i", target.data, 0, *values)
     return target[:count]
 

@@ -52,6 +52,8 @@ class RequestStates:
         """Give a new request a row, without blocks; ``prefill`` are its token ids, kept as they are. A
         request of that name which is still known is replaced, in its row. Returns the row."""
         if (row := self.index.get(req_id)) is None:
+            # There is a free one: vLLM's scheduler runs ``max_num_seqs`` requests at most, and
+            # sessions between their turns give theirs up before that many run (``SessionMemory``).
             row = self.index[req_id] = self._free.pop()
         self.prefills[row] = prefill
         self.prefill_lens[row] = len(prefill)
@@ -67,6 +69,8 @@ class RequestStates:
                 ids = of_request[group]
                 first = int(counts[row])
                 last = first + len(ids)
+                # A row is as wide as ``max_model_len``, beyond which the engine schedules nothing
+                # (:meth:`.prepare.InputPreparer._write_layout` names the checks).
                 assert last <= table.shape[1], f"{last} blocks for a row of {table.shape[1]}"
                 table[row, first:last] = ids
                 counts[row] = last
