@@ -44,6 +44,24 @@ def test_tests_that_compatibility_names_exist():
         assert (ROOT / name).exists() or list(engine.rglob(name)), name
 
 
+LISTS = {"README", "log"}
+"""Pages of docs/ that lead to others by their whole text."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "docs" and page.stem not in LISTS], ids=str
+)
+def test_a_page_ends_where_to_go_on(page):
+    last = page.read_text().rstrip().splitlines()[-1]
+    assert re.match(r"Where to go on: .*\]\(", last), f"no last line 'Where to go on: …': {last}"
+
+
+def test_the_front_page_of_docs_lists_every_page():
+    front = (ROOT / "docs/README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "README" or f"]({page.name})" in front, page.name
+
+
 def said() -> list[str]:
     """Every text of the code; what is put in when it runs is left out."""
     texts = []
