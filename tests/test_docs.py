@@ -49,7 +49,9 @@ LISTS = {"README", "log"}
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "docs" and page.stem not in LISTS], ids=str
+    "page",
+    [page for page in PAGES if page.parent.name == "docs" and page.stem not in LISTS],
+    ids=str,
 )
 def test_a_page_ends_where_to_go_on(page):
     last = page.read_text().rstrip().splitlines()[-1]
