@@ -66,8 +66,9 @@ def llm():
     LLMEngine.__init__ = start
 
     def run(model, words):
-        given = {"distributed_executor_backend": sipipe.Executor, **arguments(words)}
         try:
+            # The environment is looked at where the executor is named.
+            given = {"distributed_executor_backend": sipipe.Executor, **arguments(words)}
             LLM(model, **given)
         except (SiPipeError, TypeError) as error:  # TypeError: Python's, of an unknown argument
             print(error, flush=True)
