@@ -1,0 +1,116 @@
+"""What the front end does of sessions and of ids, by vLLM's own methods; no engine is started."""
+
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from sipipe.engine.start import new_requests
+from sipipe.engine.start.sessions import end_turns_with_their_session
+
+
+@pytest.fixture
+def front(monkeypatch):
+    """Of an ``AsyncLLM``, what a session asks for; ``turns`` are those that it took."""
+    for name in ("_add_streaming_input_request", "add_request"):
+        monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
+    monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
+
+    async def tasks():
+        return ("generate",)
+
+    async def add(request, *_):
+        made.turns.append(request)
+
+    def process(request_id, prompt, **_):
+        return SimpleNamespace(request_id=request_id, prompt_embeds=None, prompt=prompt)
+
+    made = SimpleNamespace(
+        turns=[],
+        _validate_streaming_input_sampling_params=Mock(),
+        get_supported_tasks=tasks,
+        input_processor=SimpleNamespace(process_inputs=process, assign_request_id=Mock()),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        _run_output_handler=Mock(),
+        _add_request=add,
+        output_processor=SimpleNamespace(external_req_ids={}),
+    )
+    return made
+
+
+def output(reason, *tokens):
+    sequence = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=list(tokens),
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason=reason,
+    )
+    return RequestOutput("s", None, [], None, [sequence], finished=False)
+
+
+def test_no_turn_is_taken_behind_the_abort_of_a_session_and_nothing_is_added_to_it(front):
+    """Also while its client reads nothing."""
+    end_turns_with_their_session()
+    said = asyncio.Event()
+
+    async def turns():
+        for _ in range(2):
+            yield StreamingInput(prompt=TokensPrompt(prompt_token_ids=[1]))
+            await said.wait()
+
+    async def main():
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        outputs = await AsyncLLM._add_streaming_input_request(front, "s", turns(), params)
+        await asyncio.sleep(0)
+        outputs.put(output(None, 5))
+        outputs.put(output("abort"))
+        said.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        outputs.put(output("length", 7))
+        return await outputs.get()
+
+    last = asyncio.run(main())
+    assert len(front.turns) == 1, "a second turn would begin another session"
+    assert last.outputs[0].finish_reason == "abort"
+    assert last.outputs[0].token_ids == [5]
+
+
+def test_an_id_is_in_use_from_the_moment_that_it_is_given(front, monkeypatch):
+    """vLLM knows it once the prompt is tokenized."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    tokenized = asyncio.Event()
+
+    async def add(*_):
+        await tokenized.wait()
+
+    monkeypatch.setattr(AsyncLLM, "add_request", add)
+    new_requests.check_new_requests()
+
+    async def main():
+        first = asyncio.create_task(AsyncLLM.add_request(front, "r", "prompt", None))
+        await asyncio.sleep(0)
+        with pytest.raises(VLLMValidationError, match="request id r is in use"):
+            await AsyncLLM.add_request(front, "r", "prompt", None)
+        tokenized.set()
+        await first
+        await AsyncLLM.add_request(front, "r", "prompt", None)
+
+    asyncio.run(main())
+    front.output_processor.external_req_ids["r"] = ["r"]
+    with pytest.raises(VLLMValidationError, match="in use"):
+        LLMEngine.add_request(front, "r", "prompt", None)
