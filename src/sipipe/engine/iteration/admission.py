@@ -8,20 +8,31 @@ its client is told why in one line.
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
 REFUSED = "Invalid request: "
 """Beginning of a sentence to a client about its own request; a server answers with status 400."""
 
+MOST_NESTED = 500
+"""Levels of lists and objects that a request's parameters may have. They are sent to the workers as a
+pickle, whose writer ends with a RecursionError short of 1,000, and with it the engine."""
+
 
 def refusal(request: Request, known: Request | None, vllm_config: VllmConfig) -> str:
     """Why ``request`` cannot be served; empty where it can. ``known`` has its id and has not left: a
     streaming session whose next turn this is, or whose end."""
     if known is not None:
-        return _refusal_of_turn(request, known) or _refusal_of_tokens(request, vllm_config)
+        return (
+            _refusal_of_turn(request, known)
+            or _refusal_of_parameters(request)
+            or _refusal_of_tokens(request, vllm_config)
+        )
     return (
         _refusal_of_session(request)
+        or _refusal_of_parameters(request)
         or _refusal_of_prompt(request, vllm_config)
         or _refusal_of_tokens(request, vllm_config)
     )
@@ -92,3 +103,33 @@ def _refusal_of_tokens(request: Request, vllm_config: VllmConfig) -> str:
     if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= size:
         return f"the prompt has a token that is none of the model's {size}"
     return ""
+
+
+def _refusal_of_parameters(request: Request) -> str:
+    params = request.sampling_params
+    if params is None:
+        return ""
+    structured = params.structured_outputs
+    schema = structured.json if structured is not None else None
+    if is_nested(params.extra_args):
+        named = "vllm_xargs, kv_transfer_params"
+    elif is_nested(schema):
+        named = "structured_outputs"
+    else:
+        return ""
+    return f"its parameters ({named}) are nested more than {MOST_NESTED} levels deep"
+
+
+def is_nested(value: Any, most: int = MOST_NESTED) -> bool:
+    """Say if ``value`` has more than ``most`` levels of lists and objects, one in another."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            child
+            for holder in level
+            if isinstance(holder, dict | list | tuple)
+            for child in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+        if not level:
+            return False
+    return True
