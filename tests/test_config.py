@@ -168,8 +168,8 @@ def test_text_that_is_none_is_refused_in_one_line(settings):
     assert "\n" not in str(caught.value)
 
 
-SAY_NOTHING_OF_ONE_STAGE = {"kv_loss", "transport", "trace_limit"}
-"""Nothing is cut between stages, no link joins them, and a limit alone records no trace."""
+SAY_NOTHING_OF_ONE_STAGE = {"kv_loss", "transport", "trace_limit", "self_test"}
+"""Nothing is cut between stages or compared, no link joins them, and a limit alone records no trace."""
 
 
 def test_each_setting_is_heeded_by_sipipe_alone_or_says_nothing_of_one_stage():

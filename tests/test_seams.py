@@ -46,7 +46,20 @@ vllm.v1.executor.abstract:Executor.collective_rpc(self, method, timeout, args, k
 vllm.v1.executor.abstract:Executor.execute_model(self, scheduler_output, non_block)
 vllm.v1.executor.abstract:Executor.sample_tokens(self, grammar_output, non_block)
 vllm.v1.executor.abstract:Executor.compile_or_warm_up_model(self)
+vllm.v1.executor.abstract:Executor.initialize_from_config(self, kv_cache_configs)
 vllm.v1.executor.abstract:Executor.init_kv_output_aggregator(self, connector)
+# The self-test: an engine core of stock vLLM's in a process of its own, a scheduler beside the stages.
+vllm.v1.engine.core:EngineCore.__init__(self, vllm_config, executor_class, log_stats)
+vllm.v1.engine.core:EngineCore.add_request(self, request)
+vllm.v1.engine.core:EngineCore.step(self)
+vllm.v1.engine.core:EngineCore.shutdown(self)
+vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config(kv_cache_configs)
+vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+vllm.v1.core.sched.scheduler:Scheduler.__init__(self, vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size)
+vllm.v1.core.sched.scheduler:Scheduler.shutdown(self)
+vllm.v1.request:Request.__init__(self, request_id, prompt_token_ids, sampling_params, pooling_params)
+vllm.v1.structured_output:StructuredOutputManager.__init__(self, vllm_config)
+vllm.tokenizers:cached_tokenizer_from_config(model_config)
 vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate(self, outputs, output_rank)
 vllm.v1.outputs:ModelRunnerOutput.with_kv_conn_output_only(kv_connector_output)
 vllm.v1.worker.gpu.kv_connector:KVConnector.post_forward(self, finished_req_ids)
@@ -305,6 +318,10 @@ vllm.config:ModelConfig: model dtype seed runner_type logits_processors is_multi
     is_encoder_decoder is_hybrid is_attention_free is_moe return_sampling_mask
     enable_prompt_embeds logprobs_mode use_fp64_gumbel enable_sleep_mode has_inner_state
     rswa_window hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers
+    architectures registry model_impl model_class_overrides hf_config max_logprobs
+    original_max_model_len skip_tokenizer_init quantization
+vllm.v1.engine:EngineCoreOutput: request_id new_token_ids new_logprobs finish_reason
+vllm.v1.outputs:LogprobsLists: logprob_token_ids logprobs
 vllm.sampling_params:SamplingParams: temperature top_k top_p min_p seed logprobs prompt_logprobs
     prompt_logprob_token_ids logit_bias bad_words allowed_token_ids min_tokens repetition_penalty
     presence_penalty frequency_penalty structured_outputs

@@ -215,6 +215,11 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that a request's grammar (a JSON schema, regex, choice) may take to compile, and may
     wait for others to be compiled before; the request then fails, and says so. Above 0."""
 
+    self_test: Literal["auto", "off", "always"] = "auto"
+    """Comparison of the stages' answers with those of all layers in one process, at the start.
+    ``"auto"``: of model families that are not in docs/compatibility.md, once. ``"always"``: of any
+    model, at each start. ``"off"``: never."""
+
     @classmethod
     def from_additional_config(cls, additional_config: object) -> SiPipeConfig:
         """Settings from vLLM's ``additional_config``; its ``"sipipe"`` entry may be missing. Raises

@@ -37,7 +37,13 @@ from numba.core.compiler import Compiler
 from numba.core.serialize import dumps
 
 from sipipe.errors import tell
-from sipipe.private import UnusableError, named_directory, private_directory, refused
+from sipipe.private import (
+    UnusableError,
+    cache_base,
+    named_directory,
+    private_directory,
+    refused,
+)
 
 PATIENCE = 180.0
 """Seconds that a process waits for another that compiles the same kernels: three times what they
@@ -77,20 +83,12 @@ def cache_directory(package: str) -> Path:
         except (OSError, RuntimeError, UnusableError) as error:
             raise refused(named, error) from None
     try:
-        return _in_home(parts)
+        return private_directory(cache_base(), parts)
     except (OSError, RuntimeError, UnusableError) as error:  # RuntimeError: this user has no home
         reason = str(error)
     directory = _in_temporary_directory(parts)
     tell(f"compiled kernels are in {directory}, because {reason}")
     return directory
-
-
-def _in_home(parts: list[str]) -> Path:
-    """The directory ``parts`` in the user's cache directory. Raises as
-    :func:`~sipipe.private.private_directory`. RuntimeError: this user has no home."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    base.mkdir(parents=True, exist_ok=True)
-    return private_directory(base / "sipipe", parts)
 
 
 def _in_temporary_directory(parts: list[str]) -> Path:

@@ -66,6 +66,31 @@ def _check(
         raise UnusableError(f"others can write to {path}: chmod go-w {path}")
 
 
+def read_private(file: Path, most: int) -> bytes:
+    """The content of a file in a private directory, ``most`` bytes at most. It is this user's or
+    root's, and nobody else can write to it.
+
+    Raises UnusableError: it is not so. OSError: it cannot be read."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as opened:
+        state = os.fstat(descriptor)
+        _check(file, state, stat.S_ISREG)
+        if state.st_size > most:
+            raise UnusableError(f"{file} has {state.st_size} bytes, more than {most}")
+        return opened.read(most)
+
+
+def cache_base() -> Path:
+    """The directory below which SiPipe keeps what it finds out: the one that the user names, else
+    one in the user's cache directory. Raises RuntimeError: this user has no home. OSError: what is
+    above it cannot be made."""
+    if (named := named_directory()) is not None:
+        return named
+    above = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    above.mkdir(parents=True, exist_ok=True)
+    return above / "sipipe"
+
+
 def named_directory() -> Path | None:
     """The directory that the user names for kernels."""
     named = os.environ.get(VARIABLE)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -37,6 +37,7 @@ from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from sipipe.engine.pipeline import Pipeline
 
@@ -79,6 +80,7 @@ class Executor(VllmExecutor):
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
         from sipipe.engine.hosts.remote import meet
         from sipipe.engine.pipeline import Pipeline
+        from sipipe.engine.self_test.self_test import SelfTest
         from sipipe.engine.start.drain import drain_though_paused
 
         require_vllm()
@@ -97,6 +99,9 @@ class Executor(VllmExecutor):
             if not told or self.parallel_config.data_parallel_index:
                 logger.info("%s", line)
         self._cores = claim(self._setup.cores)
+        self._self_test = SelfTest(self._setup)
+        self._self_test.begin()
+        self._kv_caches: Sequence[KVCacheConfig] = ()
         self._failing = threading.Lock()  # wait: held for moments; nobody waits under it
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
@@ -148,6 +153,10 @@ class Executor(VllmExecutor):
         except TimeoutError:
             raise TimeoutError(f"RPC call to {method} timed out.") from None
 
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        self._kv_caches = kv_cache_configs
+
     @one_cause()
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up, then open the data plane: the model is ready to run."""
@@ -161,7 +170,18 @@ class Executor(VllmExecutor):
         binding = BestEffort("binding the scheduler to its cores", bounded=False)
         binding(None, self._setup.bind_scheduler, pipeline.resolver.thread.native_id or 0)
         self._started = True
+        try:
+            self._self_test.compare(self._run, self._kv_caches)
+            self._usable()  # a prompt may have ended a stage
+        except BaseException:
+            self.shutdown()
+            raise
         logger.info("%s", running)
+
+    def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """The result of one scheduling output."""
+        output = self.execute_model(scheduler_output)
+        return self.sample_tokens(None) if output is None else output
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Publish one iteration. Its tokens come from :meth:`sample_tokens`; of a pooling model,

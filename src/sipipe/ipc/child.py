@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -55,6 +56,13 @@ def start_child(
         for end in handed_over:
             end.close()
     return process, control
+
+
+def limit_waits(control: socket.socket, seconds: int) -> None:
+    """Let nobody wait for a child that stops amid a message: reading and writing raise
+    BlockingIOError after ``seconds`` in which nothing has moved."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        control.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _run(module: str, words: list[str], begin: Callable[[], None]) -> None:

@@ -60,6 +60,7 @@ GIVEN = {
     "kv_loss": 0.2,
     "transport": "shm",
     "trace_limit": 64,
+    "self_test": "off",
 }
 """A value of each setting."""
 

@@ -20,7 +20,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -31,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
-from sipipe.ipc.child import start_child
+from sipipe.ipc.child import limit_waits, start_child
 from sipipe.ipc.errors import LinkClosedError
 from sipipe.ipc.parent import end_this_process
 from sipipe.ipc.starter import ends_in_order
@@ -196,8 +195,7 @@ class Children:
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            control.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_SECONDS, 0))
+        limit_waits(control, PIPE_SECONDS)
         child = Child(name, process, Connection(control.detach()))
         with self._changed:
             ending = self._ending
