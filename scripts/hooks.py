@@ -14,6 +14,8 @@ TABLE = ROOT / "src" / "sipipe" / "worker" / "hooks" / "table.py"
 BEGINNING = """\
 # One pass of vLLM's runner, and what SiPipe puts there
 
+Read this page to see where SiPipe touches vLLM's runner: before you change a stage, or move to another release of vLLM.
+
 vLLM's second model runner runs every stage. This page follows it from loading to the end of one pass, in the order of vLLM's own calls. Each row says what SiPipe puts beside one call, why, and where. Calls without a row are vLLM's alone.
 
 The page is written by `make hooks` from `worker/hooks/table.py`. A test compares the order with vLLM's source. Paths are relative to `src/sipipe`.
