@@ -43,6 +43,7 @@ BOUNDED = {
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "Barrier"}
 MODULES = {
     "subprocess.run",
+    "torch.distributed.broadcast",
     "select.select",
     "os.read",
     "os.write",

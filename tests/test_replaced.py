@@ -17,6 +17,7 @@ THEIRS = {
     "model",
     "_model",
     "_module",
+    "speculator",
     "group",
     "manager",
     "vllm_config",
@@ -34,11 +35,11 @@ MEANT = {
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config cache_config kv_events_config "
         "enable_prefix_caching num_gpu_blocks num_gpu_blocks_override max_logprobs logprobs_mode "
-        "original_max_model_len"
+        "original_max_model_len pipeline_parallel_size rank"
     ),
     "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
     "a scheduling output, before it is sent to the workers": (
-        "new_token_ids earlier_aux_metadata kv_loads field _NUMBER"
+        "new_token_ids earlier_aux_metadata kv_loads drafts_asked field _NUMBER"
     ),
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output invalid_block_ids finished_recving failed_recving",

@@ -106,7 +106,9 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --scheduler-cls no.Such => --scheduler-cls no.Such: No module named
 --speculative-config '{"method": "ngram_gpu", "num_speculative_tokens": 2}' => --speculative-config
 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' => speculative|MTP
---speculative-config '{"method": "eagle", "model": "x", "num_speculative_tokens": 1}' => does not support "eagle"
+--speculative-config '{"method": "eagle", "model": "/no/such/head", "num_speculative_tokens": 1}' => "/no/such/head": there is no such directory
+--speculative-config '{"model": "/no/such/head", "num_speculative_tokens": 1}' => "/no/such/head": there is no such directory
+--speculative-config '{"method": "draft_model", "model": "x", "num_speculative_tokens": 1}' => does not support "draft_model"
 --speculative-config '{"method": "no-such", "num_speculative_tokens": 2}' => speculative|method
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 0}' => num_speculative_tokens
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 2}' => prompt_lookup

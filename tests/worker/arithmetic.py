@@ -299,7 +299,7 @@ class Worker:
     """What vLLM's worker does with the runner: mixed in, or as it is; its wrapper as well."""
 
     def __init__(self, group, runner, draws=True):
-        self.worker, self.reserved = self, 0
+        self.worker, self.reserved, self.speculator = self, 0, None
         self.start(group, runner, draws)
 
     def start(self, group, runner, draws):

@@ -23,6 +23,7 @@ from sipipe.engine.iteration.balance import Balancer
 from sipipe.engine.iteration.bus import Bus, Host
 from sipipe.engine.iteration.calls import Calls
 from sipipe.engine.iteration.dispatch import Dispatcher
+from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.observed_scheduler import observed
 from sipipe.engine.iteration.requests import RequestTracker
@@ -30,8 +31,10 @@ from sipipe.engine.iteration.resolve import Resolver
 from sipipe.engine.iteration.stall import StallClock, StallWatch
 from sipipe.engine.iteration.telemetry import Telemetry
 from sipipe.engine.pipeline_opener import PipelineOpener, Running
+from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.record import Setup
 from sipipe.ipc.gather import GatherReceiver
+from sipipe.messages.drafts import Drafted
 from sipipe.messages.hosts import WaitLoaded
 from sipipe.messages.params import derive_seed
 from sipipe.messages.replies import IterationReport, KVReport, Replacing, Reply, Status, Trying
@@ -82,6 +85,10 @@ class Pipeline:
             engine_seed=derive_seed(seed, f"replica {replica}") if replica else seed,
             balancer=Balancer(max(1, self._samplers), vocab_size=model.get_vocab_size()),
         )
+        self._head_drafts: HeadDrafts | None = None
+        if head_of(setup.vllm_config) is not None:
+            self._head_drafts = HeadDrafts(self._tracker, self._last.draft, setup.drafts)
+            self._resolving.append(self._head_drafts.fail)
         self._loaded = False
 
     def load(self) -> None:
@@ -106,9 +113,10 @@ class Pipeline:
         ).open()
         self._tracker.draws = running.draws
         shared = (self.iterations, self._tracker, self._gather, self.telemetry)
-        self.dispatcher = Dispatcher(self._bus, *shared, empty=bool(self._setup.kv_movers))
+        empty = bool(self._setup.kv_movers)
+        self.dispatcher = Dispatcher(self._bus, *shared, empty=empty, head_drafts=self._head_drafts)
         go_on = partial(self.dispatcher.go_on, wait=False)
-        self.resolver = Resolver(*shared, go_on, self.failed)
+        self.resolver = Resolver(*shared, go_on, self.failed, head_drafts=self._head_drafts)
         self._closing.callback(self.resolver.close)
         self.telemetry.ready(running.setup)
         return running
@@ -121,7 +129,9 @@ class Pipeline:
         """The engine's scheduler class, with what makes it and the executor share their records."""
         shared = self.iterations, self.telemetry, self._tracker
         rows = self._setup.rows if self._setup.drafts else 0
-        return observed(scheduler, *shared, self.dispatcher.go_on, rows=rows)
+        return observed(
+            scheduler, *shared, self.dispatcher.go_on, rows=rows, head_drafts=self._head_drafts
+        )
 
     def fail(self, error: BaseException) -> None:
         """Resolve everything that is out with ``error``; all processes end."""
@@ -147,6 +157,8 @@ class Pipeline:
                 self.calls.reply(name, message)
             case IterationReport():
                 self.resolver.report(message)
+            case Drafted() if self._head_drafts is not None:
+                self._head_drafts.came(message)
             case KVReport():
                 self.resolver.moved(message)
             case Status():

@@ -2,8 +2,9 @@
 
 Who runs here
     One thread sleeps on the pipe from the first moment on. It stores messages for
-    :meth:`Parent.receive`, answers the question what the process does, and ends the process with the
-    pipe, which the kernel closes for an engine that was killed. Any thread may send.
+    :meth:`Parent.receive`, hands urgent ones on, answers the question what the process does, and ends
+    the process with the pipe, which the kernel closes for an engine that was killed. Any thread may
+    send.
 Guarantees
     The process ends when the pipe does, also while it loads a model: first as by SIGTERM, so that
     ``finally`` clauses run, and a few seconds later in any case in which Python runs. Where it does
@@ -30,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from sipipe.messages.drafts import URGENT
 from sipipe.messages.replies import ASK_STATUS, Status
 from sipipe.messages.start_records import GRACE_SECONDS
 
@@ -43,6 +45,8 @@ class Parent:
         self.doing: Callable[[], str] = lambda: "is starting"
         """Returns what this process does now, as a predicate, for the report of a stall. The pipe's
         thread calls it."""
+        self.urgent: Callable[[bytes], None] = lambda _: None
+        """Takes each urgent message, without its mark. The pipe's thread calls it, so it may not wait."""
         self.on_gone: Callable[[], None] = lambda: None
         """Cleans up when the engine is gone. The pipe's thread calls it."""
         self._pipe = Connection(descriptor)
@@ -87,6 +91,8 @@ class Parent:
                 data = self._pipe.recv_bytes()
                 if data == ASK_STATUS:
                     self.say(Status(self.doing()))
+                elif data.startswith(URGENT):
+                    self.urgent(data.removeprefix(URGENT))
                 else:
                     self._inbox.put(data)
         except (EOFError, OSError):

@@ -86,6 +86,12 @@ class Admit(msgspec.Struct, frozen=True):
     snapshot: Snapshot
 
 
+class Draft(msgspec.Struct, frozen=True):
+    """A request for drafts, for the workers of the last stage."""
+
+    message: bytes
+
+
 class AskWorkers(msgspec.Struct, frozen=True):
     """Ask the workers what they do."""
 

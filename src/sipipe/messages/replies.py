@@ -1,6 +1,7 @@
 """Messages of a child to the engine through its control pipe, and the one question that it is asked.
 
-Everything else that an engine tells a running child travels on BIC-I, in order with iterations.
+Everything else that an engine tells a running child travels on BIC-I, in order with iterations, but
+for requests for drafts (:mod:`sipipe.messages.drafts`).
 A child that fails sends the exception itself.
 """
 

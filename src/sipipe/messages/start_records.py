@@ -76,6 +76,8 @@ class WorkerBoot:
     links: tuple[Pair, ...] = ()
     """Link of each socket that the worker inherits, in their order: a link has a socket for each transport
     that may be tried on it."""
+    head: Any = None
+    """vLLM's ``SpeculativeConfig`` where a head on the last stage proposes drafts; else None."""
     cpus: tuple[int, ...] = ()
     """CPUs that a GPU's worker is bound to once it is warmed up; empty: none. On CPUs vLLM binds it."""
 

@@ -6,12 +6,14 @@ thread* writes inputs of iteration i to set ``i mod sets``; the *device thread* 
 Who runs here
     The preparing thread calls :meth:`DoubleBuffer.prepare` for each scheduling output, and
     :meth:`DoubleBuffer.call` for what is not an iteration. The device thread is inside
-    :meth:`DoubleBuffer.run`; only it uses the device. Any thread: ``close``, ``fail``, ``doing``.
+    :meth:`DoubleBuffer.run`; only it uses the device. Any thread: ``run_between``, ``close``,
+    ``fail``, ``doing``.
 Guarantees
     Iterations run in the order in which they were prepared. A set is not written while it is being
     read or holds inputs that were not read yet (:class:`Turns`). A call runs when every iteration
-    before it has finished, and nothing beside it. An exception in either thread ends both, and is
-    what every later call of either raises; that of a call is the caller's.
+    before it has finished, and nothing beside it. An errand (:meth:`DoubleBuffer.run_between`) runs
+    before any iteration that the device thread has not begun. An exception in either thread ends
+    both, and is what every later call of either raises; that of a call is the caller's.
 Relies on
     The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
     operators, blocking system calls). They run outside the lock.
@@ -19,6 +21,7 @@ Relies on
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +36,16 @@ if TYPE_CHECKING:
 
     from sipipe.messages.header import Header
     from sipipe.worker.inputs.model_input import ModelInput
+
+
+class Work(enum.IntEnum):
+    """Kinds of work of the device thread, the first of which goes first."""
+
+    ERRAND = 0
+    """Something beside iterations, such as drafts."""
+    CALL = 1
+    """A control call."""
+    ITERATION = 2
 
 
 class StageStoppedError(SiPipeError):
@@ -102,14 +115,27 @@ class Stage(Protocol):
 class DoubleBuffer:
     """Runs the steps of ``stage`` in two threads, with ``sets`` of input buffers (1: in turn).
     ``stall_timeout``: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
-    ``interrupt``: ends a ``run`` that waits for another process; called once."""
+    ``interrupt``: ends a ``run`` that waits for another process; called once.
+
+    ``may_run`` says whether a prepared iteration may run now, or an errand has to be run before.
+    ``agree`` is called in the device thread with the work that it would do, and returns what it does:
+    that of the stage's first rank, so that all ranks do the same in the same order."""
 
     def __init__(
-        self, stage: Stage, *, sets: int, stall_timeout: float, interrupt: Callable[[], None]
+        self,
+        stage: Stage,
+        *,
+        sets: int,
+        stall_timeout: float,
+        interrupt: Callable[[], None],
+        may_run: Callable[[ModelInput], bool] = lambda _: True,
+        agree: Callable[[Work], Work] = lambda work: work,
     ) -> None:
         self._stage = stage
         self._stall_timeout = stall_timeout
         self._interrupt = interrupt
+        self._may_run = may_run
+        self._agree = agree
         # One lock for all that follows; a wake-up costs a few tens of microseconds.
         # wait: held for moments; nobody waits under it but on its conditions, which let it go
         self._lock = threading.Lock()
@@ -120,6 +146,8 @@ class DoubleBuffer:
         """Invariant: ``len(_inputs) == _turns.prepared - _turns.taken``."""
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         """Invariant: at most one, and no iteration is prepared and not finished while there is."""
+        self._errands: deque[Callable[[], None]] = deque()
+        """Work between iterations, first in, first out."""
         self._end: BaseException | None = None
         """What ended the threads; the first that did."""
         # What each thread does now: written by it, read by anyone; a str is replaced as a whole.
@@ -167,6 +195,13 @@ class DoubleBuffer:
         finally:
             self._preparing = "waits for a scheduling output"
 
+    def run_between(self, errand: Callable[[], None]) -> None:
+        """Have the device thread run ``errand`` before its next iteration; from any thread. What it
+        raises ends both threads."""
+        with self._lock:
+            self._errands.append(errand)
+            self._work.notify()
+
     def run(self) -> None:
         """Be the device thread until ``close`` or an error, which is raised."""
         try:
@@ -182,13 +217,27 @@ class DoubleBuffer:
     def _run_one(self) -> None:
         self.running = "waits for inputs"
         with self._lock:
-            # wait: none, as an idle engine has nothing to run; `prepare`, `call`, `close`, `fail`
-            self._work.wait_for(lambda: self._end or self._calls or self._turns.may_read)
+            # wait: none, as an idle engine has nothing to run; `prepare`, `call`, `run_between`,
+            # `close`, `fail`
+            self._work.wait_for(lambda: self._end or any(map(self._is_there, Work)))
             self._check()
-            if not self._calls:
+            first = next(filter(self._is_there, Work))
+        work = self._agree(first)
+        with self._lock:
+            # wait: none here, the engine's for an iteration or a call; this rank's own copy of the
+            # message that the first rank has got, `close`, `fail`
+            self._work.wait_for(lambda: self._end or self._is_there(work))
+            self._check()
+            if work is Work.ERRAND:
+                errand = self._errands.popleft()
+            elif work is Work.ITERATION:
                 self._turns.start_read()
                 inputs = self._inputs.popleft()
-        if self._calls:
+        if work is Work.ERRAND:
+            self.running = "runs an errand"
+            errand()
+            return
+        if work is Work.CALL:
             self._run_call()
             return
         self.running = f"runs iteration {inputs.iteration}"
@@ -197,6 +246,14 @@ class DoubleBuffer:
             self._check()
             self._turns.end_read()
             self._finished.notify()
+
+    def _is_there(self, work: Work) -> bool:
+        """Say if there is such work; the lock is held."""
+        if work is Work.ERRAND:
+            return bool(self._errands)
+        if work is Work.CALL:
+            return bool(self._calls)
+        return self._turns.may_read and self._may_run(self._inputs[0])
 
     def _run_call(self) -> None:
         self.running = "runs a call"

@@ -44,6 +44,7 @@ from sipipe.ipc.parent import Parent, end_with_parent_thread
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.messages.calls import Request
+from sipipe.messages.drafts import decode_request
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import Ready, Reply
 from sipipe.messages.start_records import WorkerBoot
@@ -125,6 +126,7 @@ class Main:
         self._call = "is loading its model"
         """What runs outside of iterations, for the stall report; empty between calls."""
         parent.doing = self._doing
+        parent.urgent = self._draft
         # The engine removes it once all ranks have joined, unless it was killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
         where = boot.place.stage, boot.place.tp_rank
@@ -154,6 +156,7 @@ class Main:
         worker: Any = wrapper.worker
         worker.place, worker.draws = place, boot.path == "sipipe" and not boot.measures
         worker.own_sampler = boot.sampler_kernels and not worker.draws
+        worker.head = boot.head
         wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
@@ -265,6 +268,11 @@ class Main:
             return partial(method, self._wrapper)
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
+
+    def _draft(self, message: bytes) -> None:
+        """The thread on the pipe: an iteration's tokens are drawn, and its rows are to have drafts."""
+        assert self._stage is not None, "a request for drafts before the stage was loaded"
+        self._stage.running.draft(decode_request(message))
 
     def _doing(self) -> str:
         parts = [self._call, self._stage.doing() if self._stage is not None else ""]

@@ -15,21 +15,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.errors import DamagedError, UnsupportedError
+from sipipe.messages.drafts import Drafted, DraftRequest
 from sipipe.messages.header import Header, Kind
 from sipipe.messages.replies import IterationReport, KVReport
+from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.start_records import WorkerBoot
 from sipipe.messages.step import int32_view
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import Device, Launched
-from sipipe.worker.double_buffer import DoubleBuffer
+from sipipe.worker.double_buffer import DoubleBuffer, Work
 from sipipe.worker.hooks.draws import NothingDrawn
 from sipipe.worker.hooks.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
 from sipipe.worker.inputs.kernels import Int32
@@ -40,7 +43,10 @@ from sipipe.worker.projection.logits import LogitsHandover
 from sipipe.worker.projection.projection import Projection
 from sipipe.worker.publisher import Publisher
 
-Report = Callable[[IterationReport | KVReport], None]
+if TYPE_CHECKING:
+    from sipipe.worker.drafter import Drafter
+
+Report = Callable[[IterationReport | KVReport | Drafted], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,9 @@ class ClosedStage:
     def tokens(self, header: Header, tokens: bytearray) -> None:
         """What a PLAN awaits: its SCHEDULE, with its tokens as int32."""
 
+    def draft(self, request: DraftRequest) -> None:
+        """The thread on the control pipe: the tokens of an iteration, for a head to draft behind."""
+
     def drain(self) -> None:
         """Return when nothing of an iteration is in the worker."""
 
@@ -113,6 +122,40 @@ def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
     return lambda launched: around.report(
         KVReport(iteration=launched.inputs.iteration, rank=rank, output=launched.kv)
     )
+
+
+def drafter_of(around: Surroundings, preparation: SiPipePrepares, slots: int) -> Drafter | None:
+    """What proposes drafts on this stage; None where no head was loaded."""
+    speculator = around.worker.speculator
+    if speculator is None:
+        return None
+    from sipipe.worker.drafter import Drafter
+    from sipipe.worker.hooks.head import Head
+
+    return Drafter(
+        Head(speculator, around.runner),
+        around.runner,
+        preparation.buffers,
+        slots=slots,
+        answer=around.report if around.reports else lambda _: None,
+    )
+
+
+def agreement(place: StagePlace) -> Callable[[Work], Work]:
+    """What has all ranks of a stage do what its first one does next. A head has collectives, and each
+    rank hears of drafts and of iterations in its own time."""
+    if place.tp_size == 1:
+        return lambda work: work
+    group = get_tp_group()
+    word = torch.zeros(1, dtype=torch.int64)
+
+    def agree(work: Work) -> Work:
+        word.fill_(work)
+        # wait: none here, the engine's for an iteration; the first rank, which gets the same messages
+        torch.distributed.broadcast(word, src=group.ranks[0], group=group.cpu_group)
+        return Work(int(word))
+
+    return agree
 
 
 SETS = 2
@@ -148,19 +191,42 @@ class SampledStage(ClosedStage):
         self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
         self._late = LateInput("tokens", None)
         self._preparation = VllmPrepares(self._tokens)
+        self._drafter: Drafter | None = None
+        """The head on this stage; None: it has none."""
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):
             slots = boot.watched.inflight
             self._preparation = SiPipePrepares(
-                self._tokens, runner, device, slots=slots, sets=SETS, logits=boot.rows
+                self._tokens,
+                runner,
+                device,
+                slots=slots,
+                sets=SETS,
+                logits=boot.rows,
+                following=around.worker.speculator is not None,
             )
+            self._drafter = drafter_of(around, self._preparation, slots)
         elif boot.speculates:
             raise UnsupportedError(
                 f"--speculative-config: SiPipe does not draft here, since {reason}: leave it out"
             )
         self.double_buffer = DoubleBuffer(
-            self, sets=SETS, stall_timeout=bound, interrupt=self._interrupt
+            self,
+            sets=SETS,
+            stall_timeout=bound,
+            interrupt=self._interrupt,
+            may_run=self._may_run,
+            agree=agreement(boot.place) if self._drafter is not None else lambda work: work,
         )
+
+    def _may_run(self, inputs: ModelInput) -> bool:
+        """Say if the requests for drafts are run that were sent before this iteration was published."""
+        return self._drafter is None or self._drafter.done >= inputs.output.drafts_asked
+
+    def draft(self, request: DraftRequest) -> None:
+        drafter = self._drafter
+        assert drafter is not None, "drafts are asked of the last stage, which has the head"
+        self.double_buffer.run_between(partial(drafter.propose, request))
 
     def _interrupt(self) -> None:
         self._late.close()
@@ -190,6 +256,8 @@ class SampledStage(ClosedStage):
             self._preparation.begin(inputs)
             self._draws.begin(launched)
             output = self._around.wrapper.execute_model(inputs.output)
+            if self._drafter is not None and inputs.num_tokens:
+                self._drafter.keep(inputs)
             if inputs.num_tokens:
                 launched.output = self._draws.finish(self._around.worker, inputs, output)
             else:  # blocks of the KV cache alone come or go

@@ -13,6 +13,7 @@ from sipipe.engine.scheduling.speculation import (
     LENGTHS,
     MARGIN,
     UNKNOWN_PRICE,
+    HeadSpeculation,
     Speculation,
     fill_in,
 )
@@ -217,14 +218,25 @@ def test_what_is_said_stays():
     assert filled({"num_speculative_tokens": 2}) == {"num_speculative_tokens": 2} | LENGTHS
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa", "ngram_gpu"])
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "dspark", "medusa", "ngram_gpu"])
 def test_other_methods_are_refused_before_their_model_is_looked_for(method):
     for words in ({"config": {"method": method, "model": "nobody/nothing"}}, {"method": method}):
         with pytest.raises(UnsupportedError, match=f'^--speculative-config: .*"{method}"') as error:
             filled(**words)
         assert "\n" not in str(error.value)
-    with pytest.raises(UnsupportedError, match='"nobody/nothing"'):
-        filled(model="nobody/nothing", tokens=2)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "deepseek_mtp", "mimo_mtp"])
+def test_heads_are_said_as_vllm_spells_them(method):
+    config = {"method": method, "model": "a/head", "num_speculative_tokens": 3}
+    assert filled(dict(config)) == config
+
+
+def test_what_a_model_is_vllm_says():
+    assert filled({"model": "a/head", "num_speculative_tokens": 3}) == {
+        "model": "a/head",
+        "num_speculative_tokens": 3,
+    }
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
@@ -255,3 +267,102 @@ def test_the_controller_hears_of_rows():
     for _ in range(200):
         taken(scheduler, told=told)
     assert told.rows == pytest.approx(2.0, rel=0.01)
+
+
+class HeadDrafts:
+    """Stands for :class:`.HeadDrafts`: drafts by iteration and request."""
+
+    def __init__(self, **drafts):
+        self.by_request = drafts
+        self.steps = 3
+        self.pass_seconds = 0.0
+
+    def take(self, iterations):
+        return dict.fromkeys(iterations, self.by_request)
+
+
+def with_head(*lengths, price=None, period=1.0, drafts=None, **options):
+    scheduler = Scheduler(*lengths, **options)
+    scheduler.num_spec_tokens = 3
+    scheduler.head_drafts = HeadDrafts(**(drafts or {}))
+    told = controller(price)
+    told.period = lambda *_: period
+    return scheduler, HeadSpeculation(scheduler, told)
+
+
+def verify(speculation, number, **right):
+    """An iteration came back whose requests had three drafts each, so many of which were right."""
+    offered = {name: [1, 2, 3] for name in right}
+    names = [name for name in right for _ in range(4)]
+    drawn = [4 * place + row for place, name in enumerate(right) for row in range(1 + right[name])]
+    tokens = Sampled(number, int32_bytes(drawn), int32_bytes([7] * len(drawn)))
+    speculation.take(
+        SimpleNamespace(
+            number=number,
+            output=SimpleNamespace(scheduled_spec_decode_tokens=offered),
+            work=Work(step=Step(number), sampled=names),
+            answers=SimpleNamespace(tokens=[tokens]),
+            outcome=SimpleNamespace(errors={}, drafts={}),
+        )
+    )
+
+
+def test_drafts_of_a_head_are_taken_at_the_next_turn():
+    drafts = {"0": [5, 6, 7], "1": [8, 9, 1], "2": [2, 2, 2], "gone": [3, 3, 3]}
+    scheduler, speculation = with_head(0, 2, 0, drafts=drafts, later={"2"})
+    verify(speculation, 4, **{"0": 3})
+    speculation.fit()
+    assert scheduler.told == {"0": [5, 6, 7]}, "what a grammar forces stays, others are elsewhere"
+    scheduler.told = {}
+    speculation.fit()
+    assert scheduler.told == {}, "once"
+
+
+def test_a_head_makes_all_drafts_until_the_stages_times_are_known():
+    scheduler, speculation = with_head(3, 3)
+    for number in range(200):
+        verify(speculation, number, **{"0": 0, "1": 0})
+    speculation.fit()
+    assert scheduler.head_drafts.steps == 3
+
+
+def test_a_head_makes_as_many_drafts_as_are_worth_it():
+    """One in two is right: the second is right in one of four passes, the third in one of eight."""
+
+    def steps(price, pass_seconds=0.0):
+        scheduler, speculation = with_head(3, 3, price=price)
+        scheduler.head_drafts.pass_seconds = pass_seconds
+        for number in range(400):
+            verify(speculation, number, **{"0": 3, "1": 0} if number % 2 else {"0": 0, "1": 3})
+        speculation._each = 1.0
+        speculation._chances = [0.5, 0.5, 0.5]
+        speculation.fit()
+        return scheduler.head_drafts.steps
+
+    assert steps(0.0) == 3, LEAST_WORTH
+    assert steps(0.2 / 2 / MARGIN) == 2
+    assert steps(0.3 / 2 / MARGIN) == 1
+    assert steps(0.6 / 2 / MARGIN) == 0
+    assert steps(0.0, pass_seconds=0.5) == 1, "a third of the longer period"
+    assert steps(0.0, pass_seconds=2.0) == 0
+
+
+def test_what_is_worth_nothing_is_tried_again_now_and_then():
+    scheduler, speculation = with_head(0, 0, price=0.3)
+    tried = 0
+    for number in range(3000):
+        speculation.fit()
+        if scheduler.head_drafts.steps:
+            tried += 1
+            verify(speculation, number, **{"0": 0, "1": 0})
+    assert 20 < tried < 150
+
+
+def test_chances_are_those_of_each_draft_behind_right_ones():
+    _, speculation = with_head(3, 3)
+    for number in range(300):
+        verify(speculation, number, **{"0": 1, "1": 2 if number % 2 else 1})
+    first, second, third = speculation._chances
+    assert first == pytest.approx(1.0)
+    assert second == pytest.approx(0.25, abs=0.05)
+    assert third < 0.05

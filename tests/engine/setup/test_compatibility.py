@@ -25,6 +25,22 @@ def drafts(method="ngram", *, by_size=False):
     )
 
 
+def head(*, modules=1, gemma4=False, ranks=1, **changes):
+    """A ``--speculative-config`` of a head, as vLLM fills it in."""
+    fields = {
+        "method": "mtp",
+        "draft_sample_method": "greedy",
+        "enable_adaptive_verification": False,
+        "parallel_drafting": False,
+    }
+    return SimpleNamespace(
+        **{**vars(drafts()), **fields, **changes},
+        use_multi_module_mtp=lambda: modules > 1,
+        use_gemma4_mtp=lambda: gemma4,
+        draft_parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+
+
 def vllm_config(**changes):
     """The parts of a VllmConfig that the choice looks at, all plain; ``a__b`` sets ``a.b``."""
     parts = {
@@ -32,6 +48,7 @@ def vllm_config(**changes):
         "parallel_config": {
             "worker_cls": next(iter(compat.STOCK_WORKERS)),
             "pipeline_parallel_size": 2,
+            "tensor_parallel_size": 1,
             "data_parallel_size": 1,
             "data_parallel_size_local": 2,
             "data_parallel_backend": "mp",
@@ -75,7 +92,7 @@ def vllm_config(**changes):
         },
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
-    flat = dict.fromkeys((*names, "additional_config", "is_mm_encoder_only"))
+    flat = dict.fromkeys((*names, "additional_config", "is_mm_encoder_only", "lora_config"))
     for name, value in changes.items():
         part, _, field = name.partition("__")
         if field:
@@ -90,7 +107,23 @@ def vllm_config(**changes):
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"speculative_config": drafts("eagle")}, '--speculative-config.*method "eagle"'),
+        ({"speculative_config": drafts("medusa")}, '--speculative-config.*method "medusa"'),
+        *(
+            (
+                {"speculative_config": head(**asked), **changes},
+                f'--speculative-config.*method "mtp" with {reason}',
+            )
+            for asked, changes, reason in (
+                ({"modules": 2}, {}, "several MTP modules"),
+                ({"gemma4": True}, {}, "Gemma 4's"),
+                ({}, {"model_config__is_multimodal_model": True}, "a multi-modal model"),
+                ({}, {"lora_config": object()}, "--enable-lora"),
+                ({"draft_sample_method": "probabilistic"}, {}, ".*probabilistic"),
+                ({"ranks": 2}, {}, '"draft_tensor_parallel_size" 2'),
+                ({"enable_adaptive_verification": True}, {}, ".*enable_adaptive_verification"),
+                ({"parallel_drafting": True}, {}, ".*parallel_drafting"),
+            )
+        ),
         ({"speculative_config": drafts(by_size=True)}, "--speculative-config.*per_batch_size"),
         *(
             ({"speculative_config": drafts(), name: value}, f"--speculative-config.*{reason}")

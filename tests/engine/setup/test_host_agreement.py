@@ -36,6 +36,7 @@ from tests.engine.engines import (
     words,
 )
 from tests.engine.forks import Forked
+from tests.engine.heads import eagle, target
 from tests.engine.servers import wait_until
 from tests.engine.test_kv_connectors import on_shelf
 from tests.engine.test_parity import mixed_batches
@@ -285,6 +286,25 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
+
+
+METRICS = """
+import urllib.request
+print(urllib.request.urlopen("http://127.0.0.1:8000/metrics").read().decode())
+"""
+
+
+@pytest.mark.slow
+def test_a_draft_head_on_the_other_host_changes_no_token(serve, models):
+    drafts = {"method": "eagle", "model": str(eagle(models)), "num_speculative_tokens": 3}
+    option = "--speculative-config", json.dumps(drafts)
+    served = serve("-pp", "2", *option, path=target(models))
+    served.wait_served()
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    shown = served.client(METRICS)
+    (accepted,) = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", shown, re.M)
+    assert float(accepted) > 0
+    served.end()
 
 
 OWN_CODE = """

@@ -54,6 +54,16 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     assert sum(cut_layers(facts, 8, device="cpu")) == 24
 
 
+def test_a_draft_head_takes_layers_from_the_last_stage():
+    """Three drafts are three passes over a layer and the projection, beside ten layers."""
+    facts = load_model("llama-3.1-70b")
+    assert cut_layers(facts, 8) == (10,) * 8
+    *others, last = cut_layers(facts, 8, drafts=3)
+    assert last in (6, 7)
+    assert sum(others) + last == facts.layers
+    assert cut_layers(facts, 1, drafts=3) == (facts.layers,)
+
+
 def test_dense_layers_of_a_sparse_model_count_for_less():
     facts = load_model("deepseek-v3")  # its first three layers are dense
     first, *_, last = cut_layers(facts, 4)

@@ -11,6 +11,7 @@ from vllm.sequence import IntermediateTensors
 
 from sipipe.errors import UnsupportedError
 from sipipe.worker.hooks import stage_tensors
+from sipipe.worker.hooks.preparation import TokenFeedback
 from sipipe.worker.hooks.stage_tensors import check_reads, hand_on
 
 
@@ -35,6 +36,7 @@ class Runner:
     max_num_tokens = 8
     device = torch.device("cpu")
     execute_model_state = None
+    pp_handler = None
 
     def __init__(self, model, *keys: str) -> None:
         self.model = model
@@ -83,6 +85,21 @@ def test_an_unread_tensor_ends_the_start_with_its_name_and_the_models(way):
         check_reads(runner)
     runner.is_first_pp_rank = True
     check_reads(runner)  # it is sent nothing
+
+
+def test_what_the_runner_hands_on_past_the_model_is_not_unread():
+    """Hidden states that a head on the last stage reads, on a stage between."""
+    keys = "hidden_states", "residual", "aux_hidden_states_0"
+    runner = Runner(Reads(by_name), *keys)
+    with pytest.raises(UnsupportedError, match="aux_hidden_states_0"):
+        check_reads(runner)
+    runner.pp_handler = TokenFeedback(4)
+    runner.pp_handler.relayed = ("aux_hidden_states_0",)
+    check_reads(runner)
+    sent = IntermediateTensors({"hidden_states": torch.zeros(8, 4)})
+    handed_on = runner.pp_handler.relay_aux_hidden_states(runner.intermediate_tensors, sent)
+    assert list(handed_on.tensors) == ["hidden_states", "aux_hidden_states_0"]
+    assert handed_on["aux_hidden_states_0"] is runner.intermediate_tensors["aux_hidden_states_0"]
 
 
 def test_an_argument_is_passed_to_later_stages_and_sent_on(monkeypatch):

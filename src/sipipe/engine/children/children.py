@@ -57,6 +57,9 @@ class Child:
         self.pipe: Connection | None = pipe
         self.descriptor = pidfd_open(process.pid)
         """Readable once the process has ended."""
+        # wait: held while a message is sent; as that is
+        self._saying = threading.Lock()
+        """Held while a message is sent, which takes several writes if it is long."""
         self.asked_to_end = False
         """True once the child was asked to end: its end is then no failure."""
 
@@ -70,7 +73,7 @@ class Child:
         pipe = self.pipe
         if pipe is not None:
             # TypeError: the events thread has seen the child's end meanwhile, and closed the pipe.
-            with suppress(OSError, TypeError), self._bounded():
+            with self._saying, suppress(OSError, TypeError), self._bounded():
                 # wait: 10 s (`PIPE_SECONDS`), then the child is killed; the child reads, or dies
                 pipe.send_bytes(data)
 

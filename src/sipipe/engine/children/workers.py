@@ -2,7 +2,7 @@
 
 A worker receives three messages on its control pipe, in this order: what ``multiprocessing`` sends
 to a process that it spawns, its start record, and, once all workers have loaded the model, the
-endpoint of BIC-I. Everything after that travels on BIC-I.
+endpoint of BIC-I. After that only questions what it does come there, and requests for drafts.
 """
 
 import copy
@@ -27,6 +27,7 @@ from sipipe.engine.children.forking import begin_worker, may_fork, waiting
 from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.scheduling.speculation import without_speculation
 from sipipe.engine.setup.compatibility import device_may_draw
+from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.record import Setup
 from sipipe.gpu_slices import slice_for_worker
 from sipipe.ipc.rendezvous import remove_rendezvous
@@ -125,6 +126,7 @@ class Workers:
             rows=setup.rows,
             speculates=setup.drafts > 0,
             links=tuple(pair for pair, _ in self._link_ends[place.rank]),
+            head=head_of(setup.vllm_config),
             cpus=() if on_cpu else setup.cores.workers[local_stage][place.tp_rank],
         )
 

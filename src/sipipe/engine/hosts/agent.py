@@ -249,6 +249,8 @@ class Agent:
             case say.Admit(index, snapshot):
                 self._host.admit(index, snapshot)
                 self._admitted[index].set()
+            case say.Draft(message):
+                self._host.draft(message)
             case say.AskWorkers():
                 self._host.ask()
 

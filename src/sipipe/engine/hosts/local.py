@@ -126,6 +126,10 @@ class LocalHost:
     def publish(self, message: Sequence[Any]) -> None:
         self._ring.publish(message, self._setup.config.stall_timeout)
 
+    def draft(self, message: bytes) -> None:
+        for worker in self._workers.all[-self._setup.ranks :]:
+            worker.say(message)
+
     def admit(self, index: int, snapshot: Snapshot) -> None:
         self._samplers.admit(index, snapshot)
 

@@ -193,6 +193,9 @@ class RemoteHost:
     def publish(self, message: Sequence[Any]) -> None:
         self._send(say.Publish([pickle.PickleBuffer(part) for part in message]))
 
+    def draft(self, message: bytes) -> None:
+        self._send(say.Draft(message))
+
     def admit(self, index: int, snapshot: Snapshot) -> None:
         self._send(say.Admit(index, snapshot))
 

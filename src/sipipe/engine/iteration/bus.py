@@ -47,6 +47,9 @@ class Host(Protocol):
     def publish(self, message: Sequence[Any]) -> None:
         """One message of BIC-I, in its order."""
 
+    def draft(self, message: bytes) -> None:
+        """Hand a request for drafts to the workers of the last stage, which is this host's, at once."""
+
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
 

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from sipipe.engine.iteration.bus import Bus
+from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iteration import Iteration
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
@@ -51,6 +52,8 @@ class Dispatcher:
     _telemetry: Telemetry
     empty: bool
     """Scheduling outputs without tokens are iterations too, for KV connectors."""
+    head_drafts: HeadDrafts | None = None
+    """Requests for drafts, where a head on the last stage makes them."""
     _last: Iteration | None = None
     _empty: list[SchedulerOutput] = field(default_factory=list)
     """Scheduling outputs without tokens since the last that was published, but for those that say
@@ -84,6 +87,7 @@ class Dispatcher:
                 if not wait or (planned := self._iterations.plan()) is None:
                     return
                 number, iteration = planned
+                self._count_drafts(iteration)
                 parts = [b"", *out_of_band(iteration.output)]
                 self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot)
             finally:
@@ -102,6 +106,8 @@ class Dispatcher:
         began = time.monotonic_ns()
         # The wait for its tokens may begin before this thread runs again behind the publishing.
         iteration.on_bus.published_ns = began
+        # The tracker has followed this output, so no later request is for blocks that it gave away.
+        self._count_drafts(iteration)
         if iteration.on_bus.planned:
             tokens = iteration.output.scheduled_cached_reqs.new_token_ids
             parts = [int32_bytes(list(chain.from_iterable(tokens)))]
@@ -125,6 +131,11 @@ class Dispatcher:
         self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
         if iteration.on_bus.bitmask_given:
             self._send_grammar(iteration)
+
+    def _count_drafts(self, iteration: Iteration) -> None:
+        """Say in the scheduling output how many requests for drafts the last stage is to run before."""
+        if self.head_drafts is not None:
+            iteration.output.drafts_asked = self.head_drafts.sent()
 
     def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         """The future of the iteration given last; tells who draws its bitmask first."""

@@ -16,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from sipipe.best_effort import BestEffort
+from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.kv_loads import KVLoads
@@ -48,6 +49,8 @@ class ObservedScheduler(SessionScheduler):
     tracker: RequestTracker
     go_on: Callable[[], None]
     """Publishes what waits for the result that is taken in."""
+    head_drafts: HeadDrafts | None
+    """Drafts of a head on the last stage; None: there is no head."""
     rows: int
     """Rows of logits of all microbatches in flight, where there are drafts; 0: there are none."""
 
@@ -267,9 +270,16 @@ def observed(
     tracker: RequestTracker,
     go_on: Callable[[], None] = lambda: None,
     rows: int = 0,
+    head_drafts: HeadDrafts | None = None,
 ) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
-    records = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
+    records: dict[str, Any] = {
+        "iterations": iterations,
+        "telemetry": telemetry,
+        "tracker": tracker,
+        "rows": rows,
+    }
+    records["head_drafts"] = head_drafts
     records["go_on"] = staticmethod(go_on)
     if issubclass(scheduler, ObservedScheduler):  # of an engine before, with the same configuration
         scheduler = scheduler.__bases__[1]

@@ -95,6 +95,17 @@ class RequestTracker:
                 if request is not None and request.iteration == iteration:
                     request.outputs += tokens
 
+    def with_blocks(self, iteration: int, request_ids: Iterable[str]) -> set[str]:
+        """Those of ``request_ids`` that are in no iteration after this one, and have their blocks."""
+        with self._lock:
+            return {
+                request_id
+                for request_id in request_ids
+                if (request := self._requests.get(request_id)) is not None
+                and request.iteration == iteration
+                and request.has_blocks
+            }
+
     def is_last(self, iteration: int, request_id: str) -> bool:
         """Say if the request is in no iteration after this one."""
         with self._lock:
@@ -110,6 +121,9 @@ class RequestTracker:
         with self._lock:
             self._drafts = output.scheduled_spec_decode_tokens
             changes = StateChanges(removed=self._remove(output.finished_req_ids))
+            for request_id in output.preempted_req_ids or ():
+                if request_id in self._requests:
+                    self._requests[request_id].has_blocks = False
             loads, moved = self._even_out(output)
             resumed = self._follow_new(output.scheduled_new_reqs, loads, changes)
             continued = self._follow_cached(output)
@@ -202,6 +216,7 @@ class RequestTracker:
                     request.prompt_logprobs = request.scores
                 resumed.append(request)
             request.start = new.num_computed_tokens
+            request.has_blocks = True
             if request.sampler == ON_DEVICE and self.draws == "per_row":
                 _give_seed(new, request)
         return resumed

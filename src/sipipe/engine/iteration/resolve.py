@@ -21,6 +21,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
+from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iteration import Iteration
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.requests import RequestTracker
@@ -48,6 +49,8 @@ class Resolver:
     _telemetry: Telemetry
     _go_on: Callable[[], None]
     _fail: Callable[[BaseException], None]
+    head_drafts: HeadDrafts | None = None
+    """Gets the tokens that a head on the last stage is to draft behind; None: there is no head."""
     aggregator: KVOutputAggregator | None = None
     """vLLM's, where there is a KV connector: of two threads, one at a time."""
 
@@ -98,6 +101,9 @@ class Resolver:
         # What fails has no token; where it is scheduled once more already, some token must be there.
         fillers = ((request_id, [0]) for request_id in iteration.outcome.errors)
         self._tracker.record(iteration.number, chain(by_request, fillers))
+        if self.head_drafts is not None:
+            by_request = zip(output.req_ids, output.sampled_token_ids, strict=True)
+            self.head_drafts.ask(iteration, by_request)
         self._iterations.leave(iteration)
         try:
             self._go_on()

@@ -42,6 +42,8 @@ class TrackedRequest:
     """Position of the first token that the stages compute for it in the last scheduling output."""
     held: int = 0
     """Output tokens that the scheduler held of it in the last scheduling output."""
+    has_blocks: bool = True
+    """False from a preemption until the request is scheduled again: its blocks may be another's."""
     error: str = ""
     """Why no sampler can draw for it; it fails with its next token."""
 

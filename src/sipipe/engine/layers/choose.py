@@ -20,6 +20,7 @@ from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
 from sipipe.engine.layers.cut import Cut, cut_layers, kv_lost, layer_split, nearest_even, speed_up
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.rank_files import stored_cut
 from sipipe.errors import ConfigError, UnsupportedError
 
@@ -154,7 +155,14 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
         device=device_kind(),
         kv_loss=kv_loss,
         memory=_memory(vllm_config),
+        drafts=head_drafts(vllm_config),
     )
+
+
+def head_drafts(vllm_config: VllmConfig) -> int:
+    """Drafts that a head on the last stage makes of each request in a pass; 0 without one."""
+    speculative = head_of(vllm_config)
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
@@ -197,7 +205,8 @@ def describe_layers(
     if free and facts is not None:
         best = _cut(vllm_config, facts, 1.0)
         if best != layers:
-            gain = speed_up(facts, layers, best, tp, device=device_kind())
+            drafts = head_drafts(vllm_config)
+            gain = speed_up(facts, layers, best, tp, device=device_kind(), drafts=drafts)
             remarks.append(
                 f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
                 f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'

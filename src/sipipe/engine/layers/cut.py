@@ -48,6 +48,7 @@ def cut_layers(
     device: Device = "gpu",
     kv_loss: float = 1.0,
     memory: float = math.inf,
+    drafts: int = 0,
 ) -> Cut:
     """Cut the layers so that the slowest stage is as quick as possible. The even cut stays where that
     is not at least 5 % quicker. Layers that have to be on one stage stay together; the even cut is then
@@ -60,8 +61,9 @@ def cut_layers(
         device: the kind of device, which decides what a layer costs beside its weights.
         kv_loss: part of the tokens of the even cut's KV cache that the cut may cost, at most.
         memory: bytes of a rank for weights and KV cache, as :func:`kv_lost` takes them.
+        drafts: drafts that a head on the last stage makes of each request in a pass.
     """
-    costs, projection = _costs(facts, t, device)
+    costs, projection = _costs(facts, t, device, drafts)
     allowed = boundaries(facts.bonds, facts.layers)
     even = nearest_even(facts.layers, p, allowed)
     least = (1 - kv_loss) * _tokens(facts, even, t, memory)
@@ -71,7 +73,8 @@ def cut_layers(
         if not best:
             break
         if _tokens(facts, best, t, memory) >= least:
-            pays = speed_up(facts, even, best, t, device=device) * (1 - _WORTH_IT) > 1
+            quicker = speed_up(facts, even, best, t, device=device, drafts=drafts)
+            pays = quicker * (1 - _WORTH_IT) > 1
             return best if pays else even
         # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
         most = max(best) - 1
@@ -87,10 +90,17 @@ def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf
 
 
 def speed_up(
-    facts: ModelFacts, before: Cut, after: Cut, t: int = 1, *, device: Device = "gpu"
+    facts: ModelFacts,
+    before: Cut,
+    after: Cut,
+    t: int = 1,
+    *,
+    device: Device = "gpu",
+    drafts: int = 0,
 ) -> float:
-    """Time of the slowest stage with layers ``before``, as a multiple of that with ``after``."""
-    costs, projection = _costs(facts, t, device)
+    """Time of the slowest stage with layers ``before``, as a multiple of that with ``after``;
+    ``drafts`` as in :func:`cut_layers`."""
+    costs, projection = _costs(facts, t, device, drafts)
     return _slowest(costs, projection, before) / _slowest(costs, projection, after)
 
 
@@ -168,11 +178,14 @@ def fill(times: Sequence[float], projections: Sequence[float]) -> tuple[tuple[fl
     return parts, max(*times, level)
 
 
-def _costs(facts: ModelFacts, t: int, device: Device) -> tuple[list[float], float]:
-    """Costs of each layer and of the projection for a rank, in bytes of weights."""
+def _costs(facts: ModelFacts, t: int, device: Device, drafts: int = 0) -> tuple[list[float], float]:
+    """Costs of each layer, and of what is behind the last one, for a rank, in bytes of weights. Behind it
+    are the projection and, for each draft, a head of one layer like the last and the projection again."""
     layers = range(facts.layers)
     costs = [_layer_bytes(facts, layer) / t + _FIXED_BYTES[device] for layer in layers]
-    return costs, facts.embedding_parameters * facts.activation_bytes / t * _DECODE_SHARE
+    projection = facts.embedding_parameters * facts.activation_bytes / t
+    step = costs[-1] + projection
+    return costs, (projection + drafts * step) * _DECODE_SHARE
 
 
 def _stage_costs(costs: list[float], layers: Cut) -> list[float]:

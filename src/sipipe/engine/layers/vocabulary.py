@@ -16,6 +16,7 @@ from sipipe.engine.layers.cut import (
     share_projection,
 )
 from sipipe.engine.setup.compatibility import device_may_draw
+from sipipe.engine.setup.draft_head import head_of
 
 _BLOCK = 64
 """Columns that stay together. vLLM pads its vocabulary to a multiple of them, and no kernel works on
@@ -127,6 +128,8 @@ def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         )
     if vllm_config.model_config.enable_sleep_mode:
         return "parts of it on other stages would not sleep (--enable-sleep-mode)"
+    if head_of(vllm_config) is not None:
+        return "the draft head on the last stage multiplies by it, too (--speculative-config)"
     if getattr(vllm_config.quant_config, "lm_head_quantized", False):
         return "it is quantized"
     return ""

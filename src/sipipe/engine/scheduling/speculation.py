@@ -11,6 +11,10 @@ speculation fades as the batch fills, and where nothing repeats, also what a gra
 drafts were not right often enough; rows of all iterations in flight stay
 within BIC-L's, and none are taken while the KV cache runs out.
 
+Drafts of a head on the last stage (:class:`HeadSpeculation`) come a little later than the tokens. The
+scheduler waits for them when it makes the slot's next microbatch: clients have the tokens by then. The
+head's own passes count as a draft's row does.
+
 All of it only saves time: where a part fails, requests have no drafts this time
 (:mod:`sipipe.best_effort`).
 
@@ -21,19 +25,23 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from dataclasses import fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from vllm.config import VllmConfig
+from vllm.config.speculative import MTPModelTypes
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.best_effort import BestEffort
 from sipipe.config import SiPipeConfig
 from sipipe.engine.scheduling.forced import ForcedTokens
+from sipipe.engine.setup.draft_head import HEADS, why_no_head
 from sipipe.errors import UnsupportedError
 from sipipe.messages.start_records import NGramSettings, SuffixSettings
+from sipipe.messages.step import int32_view
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
@@ -50,22 +58,30 @@ UNKNOWN_PRICE = 0.1
 LEAST_WORTH, MARGIN = 0.05, 1.25
 """How likely a draft has to be at least, and how much likelier than its price says: prices err."""
 _INT32 = 4
+DRIFT = 1e-3
+"""Part by which a draft's chance is believed to come nearer to 1 with each microbatch that has none:
+about one in thirty tries again where they are not worth it."""
 RATE = 0.05
 """Weight of the last microbatch in how many tokens come of a request in a pass."""
 KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
 
 
-def fill_in(args: Any) -> None:
-    """Say what vLLM wants to be told in its ``EngineArgs``, and SiPipe decides by itself. Raises
-    UnsupportedError: another method, before vLLM looks for its model, or a library is missing."""
+def fill_in(args: Any) -> str:
+    """Say what vLLM wants to be told in its ``EngineArgs``, and SiPipe decides by itself. Returns the
+    model that is to make the drafts, or nothing. Raises UnsupportedError: another method, before vLLM
+    looks for its model, or a library is missing."""
     config = {key.replace("-", "_"): it for key, it in (args.speculative_config or {}).items()}
     flags = {"method": args.spec_method, "model": args.spec_model}
     flags["num_speculative_tokens"] = args.spec_tokens
     asked = config | {flag: value for flag, value in flags.items() if value is not None}
     if not asked:
-        return
+        return ""
     method = str(asked.get("method") or asked.get("model") or "ngram").strip("[]")
+    # Of a model without a method vLLM says what it is.
+    derived = method not in SETTINGS and asked.get("method") is None
+    if derived or method in (*HEADS, *get_args(MTPModelTypes)):
+        return str(asked.get("model") or "")
     if method not in SETTINGS:
         raise UnsupportedError(_refused(f'"{method}"'))
     if method == "suffix" and find_spec("arctic_inference") is None:
@@ -78,6 +94,7 @@ def fill_in(args: Any) -> None:
         filled = {"num_speculative_tokens": MOST, **lengths}
         config |= {name: value for name, value in filled.items() if name not in asked}
     args.speculative_config = config
+    return ""
 
 
 def check_speculation(vllm_config: VllmConfig) -> None:
@@ -86,7 +103,7 @@ def check_speculation(vllm_config: VllmConfig) -> None:
         return
     model = vllm_config.model_config
     reasons = {
-        f'method "{speculative.method}"': speculative.method not in SETTINGS,
+        f'method "{speculative.method}"': speculative.method not in (*SETTINGS, *HEADS),
         "num_speculative_tokens_per_batch_size (SiPipe decides by measured times)": (
             speculative.uses_dynamic_speculative_decoding()
         ),
@@ -99,6 +116,7 @@ def check_speculation(vllm_config: VllmConfig) -> None:
         ),
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
     }
+    reasons[why_no_head(vllm_config)] = bool(why_no_head(vllm_config))
     for reason, found in reasons.items():
         if found:
             raise UnsupportedError(_refused(reason))
@@ -113,7 +131,8 @@ def _refused(what: str) -> str:
 
 def proposing(vllm_config: VllmConfig) -> NGramSettings | SuffixSettings | None:
     """What samplers propose drafts by."""
-    if (speculative := vllm_config.speculative_config) is None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in HEADS:
         return None
     kind = SETTINGS[speculative.method]
     told = {field.name: getattr(speculative, field.name) for field in fields(kind)}
@@ -147,6 +166,8 @@ class Speculation(NoSpeculation):
         self._fitting = BestEffort("fitting drafts into the next microbatch", bounded=False)
         self._taking = BestEffort("taking drafts in", bounded=False)
         self._forcing = BestEffort("finding the tokens that a grammar forces")
+        self._price: float | None = None
+        """Share of a period that one more row in each microbatch costs; None: not known yet."""
         self._each = self._right = 1.0
         """Tokens of a request in a pass, lately; and what part of drafts was accepted."""
 
@@ -178,7 +199,7 @@ class Speculation(NoSpeculation):
         most = _level([len(request.spec_token_ids) for request in drafting], room)
         for request in drafting:
             request.spec_token_ids = request.spec_token_ids[:most]
-        price = controller.price(sequences) if controller is not None else None
+        price = self._price = controller.price(sequences) if controller is not None else None
         worth = (UNKNOWN_PRICE if price is None else price * MARGIN) * sequences * self._each
         scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
         return True
@@ -212,15 +233,91 @@ class Speculation(NoSpeculation):
                 if forced := self._forcing([], self._forced.of, request, most):
                     found[request_id] = forced
         # One that was preempted may be in another iteration by now, whose token comes first.
-        found = {name: tokens for name, tokens in found.items() if self._is_next(name, iteration)}
+        found = {
+            name: tokens for name, tokens in found.items() if self._is_next(name, iteration.number)
+        }
         if found:
             drafts = DraftTokenIds(list(found), list(found.values()))
             self._scheduler.update_draft_token_ids(drafts)
 
-    def _is_next(self, request_id: str, iteration: Iteration) -> bool:
+    def _is_next(self, request_id: str, number: int) -> bool:
+        """Say if what iteration ``number`` brought is the last that the request has."""
         request: Request | None = self._scheduler.requests.get(request_id)
         running = request is not None and request.status == RequestStatus.RUNNING
-        return running and bool(self._scheduler.tracker.is_last(iteration.number, request_id))
+        return running and bool(self._scheduler.tracker.is_last(number, request_id))
+
+
+class HeadSpeculation(Speculation):
+    """With drafts of a head, which come after the tokens that they stand behind: they are waited for
+    when the scheduler has handed the tokens on and makes the next microbatch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._awaited: list[int] = []
+        """Iterations whose tokens were taken in since the last microbatch was made."""
+        self._chances = [1.0] * self._scheduler.num_spec_tokens
+        """Probability of each draft, if those before it are right, lately."""
+
+    def _fit(self) -> bool:
+        awaited, self._awaited = self._awaited, []
+        for number, drafts in self._scheduler.head_drafts.take(awaited).items():
+            # What a grammar forces is right, and stands already.
+            proposed = {
+                name: tokens
+                for name, tokens in drafts.items()
+                if self._is_next(name, number) and not self._scheduler.requests[name].spec_token_ids
+            }
+            if proposed:
+                ids = DraftTokenIds(list(proposed), list(proposed.values()))
+                self._scheduler.update_draft_token_ids(ids)
+        super()._fit()
+        most = self._worth_making()
+        self._scheduler.head_drafts.steps = most
+        if not most:  # they may have become worth more: new requests are others
+            self._chances = [right + DRIFT * (1.0 - right) for right in self._chances]
+        for request in self._scheduler.running:
+            request.spec_token_ids = request.spec_token_ids[: max(most, 1)]
+        return True
+
+    def _worth_making(self) -> int:
+        """Drafts of a request that are worth their rows and the head's passes; as many as there can be
+        until the stages' times are known."""
+        worth = self._scheduler.tracker.worth
+        if worth >= 1.0:  # there is no room
+            return 0
+        if self._price is None:
+            return len(self._chances)
+        worth += self._pass_price()
+        chance = 1.0
+        for number, right in enumerate(self._chances):
+            chance *= right
+            if chance <= worth:
+                return number
+        return len(self._chances)
+
+    def _pass_price(self) -> float:
+        """Probability that a draft needs for the head's pass alone: all requests wait for it."""
+        if self._controller is None:
+            return 0.0
+        formed = max(self._controller.formed, 1)
+        period = self._controller.period(len(self._scheduler.running), formed)
+        seconds = formed * self._scheduler.head_drafts.pass_seconds
+        return self._each * seconds / (period + seconds) if period > 0 else 0.0
+
+    def _take(self, iteration: Iteration) -> None:
+        self._awaited.append(iteration.number)
+        super()._take(iteration)
+        drafts = iteration.output.scheduled_spec_decode_tokens
+        if not drafts:
+            return
+        rows = Counter[str]()
+        for part in iteration.answers.tokens or ():
+            rows.update(iteration.work.sampled[row] for row in int32_view(part.rows).tolist())
+        lengths = [(len(tokens), rows[name] - 1) for name, tokens in drafts.items() if rows[name]]
+        for number, chance in enumerate(self._chances):
+            tried = [right > number for length, right in lengths if min(length, right + 1) > number]
+            if tried:
+                self._chances[number] += RATE * (sum(tried) / len(tried) - chance)
 
 
 def _level(lengths: list[int], room: int) -> int:
@@ -236,7 +333,8 @@ def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoS
     if not scheduler.rows:
         return NoSpeculation()
     config = SiPipeConfig.from_additional_config(scheduler.vllm_config.additional_config)
-    return Speculation(scheduler, controller, config.microbatches.tpot_target_ms / 1e3)
+    kind = Speculation if scheduler.head_drafts is None else HeadSpeculation
+    return kind(scheduler, controller, config.microbatches.tpot_target_ms / 1e3)
 
 
 def without_speculation(vllm_config: VllmConfig) -> VllmConfig:

@@ -121,7 +121,9 @@ def agreed(setup: Setup) -> dict[str, str]:
         "--enable-prefix-caching": cache.enable_prefix_caching,
         "--max-num-seqs": scheduler.max_num_seqs,
         "--max-num-batched-tokens": scheduler.max_num_batched_tokens,
-        "--speculative-config": setup.drafts,
+        "--speculative-config": (
+            config.speculative_config and f"{config.speculative_config.method} {setup.drafts}"
+        ),
         "--enable-lora": config.lora_config is not None,
         "the connector (--kv-transfer-config)": config.kv_transfer_config
         and config.kv_transfer_config.kv_connector,

@@ -28,6 +28,7 @@ from sipipe.engine.iteration.logits_room import rows_needed
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import compatibility
 from sipipe.engine.setup.compatibility import STOCK_WORKERS
+from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.stages import named
 from sipipe.engine.setup.vllm_config import PipelineVllmConfig
 from sipipe.gpu_slices import find_gpus_of_slices
@@ -96,6 +97,8 @@ class Setup:
         """Rows of logits of all microbatches in flight at most, but for a few that wait for room.
         Drafts take the rows of requests that do not run; where few may run, each has its own."""
         sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
+        if head_of(self.vllm_config) is not None:  # which proposes for every request, every time
+            return sequences * (1 + self.drafts)
         return max(sequences, min(sequences, self.slots) * (1 + self.drafts))
 
     @property

@@ -139,7 +139,7 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     from sipipe.config import SiPipeConfig
     from sipipe.engine.executor import Executor
     from sipipe.engine.scheduling.speculation import fill_in
-    from sipipe.engine.setup.checkpoint import check_files, check_model
+    from sipipe.engine.setup.checkpoint import check_files, check_model, check_path
     from sipipe.engine.setup.compatibility import (
         check_features,
         check_stages,
@@ -175,7 +175,8 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
         raise ConfigError(f"--max-num-seqs must be a whole number of 1 or more, not {seqs!r}")
     if not isinstance(pp := engine_args.pipeline_parallel_size, int):
         raise ConfigError(f"{stages} must be a whole number of 1 or more, not {pp!r}")
-    fill_in(engine_args)
+    if head := fill_in(engine_args):
+        check_path(head, '--speculative-config "model"')
     check_model(engine_args.model)
     create = arg_utils.EngineArgs.create_engine_config.__wrapped__
     ahead = engine_args.async_scheduling

@@ -154,7 +154,8 @@ class LastRows(NothingDrawn):
     def take_over(self, *, per_row: bool) -> "LastRows":
         told = self._runner, self._device, self.stage_logits
         taking = SomeDrawnHere(*told, reports=self._reports) if per_row else self
-        taking._stand_in(StandInSampler())
+        rows = int(self._runner.max_num_reqs)
+        taking._stand_in(StandInSampler(max_num_reqs=rows, device=self._runner.device))
         return taking
 
     def _stand_in(self, sampler: StandInSampler) -> None:

@@ -35,6 +35,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace, get_uniform_decode_token_count
 
 from sipipe.worker.device import Device
+from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.kernels import Int32
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import Placed, Placement, placement_of
@@ -85,17 +86,30 @@ class VllmPrepares:
 class SiPipePrepares(VllmPrepares):
     """SiPipe's preparation, in the place of the runner's from now on. ``runner``: warmed up and
     without a request; ``slots``: microbatches in flight; ``sets``: of input buffers; ``logits``:
-    rows of logits of a batch at most."""
+    rows of logits of a batch at most; ``following``: as :class:`.InputPreparer` has it."""
 
     def __init__(
-        self, tokens: Tokens, runner: Any, device: Device, *, slots: int, sets: int, logits: int
+        self,
+        tokens: Tokens,
+        runner: Any,
+        device: Device,
+        *,
+        slots: int,
+        sets: int,
+        logits: int,
+        following: bool = False,
     ) -> None:
         super().__init__(tokens)
         self._runner = runner
         self._placement: Placement = placement_of(runner, device, sets, logits)
         self._buffers = self._placement.buffers
-        groups = self._placement.groups
-        self._preparer = InputPreparer(runner, self._buffers, groups=groups, slots=slots)
+        self._preparer = InputPreparer(
+            runner,
+            self._buffers,
+            groups=self._placement.groups,
+            slots=slots,
+            following=following,
+        )
         requests = int(runner.max_num_reqs)
         self._no_drafts = torch.zeros(requests, dtype=torch.int32, device=runner.device)
         self._one_each = np.arange(requests + 1, dtype=np.int32)
@@ -115,6 +129,11 @@ class SiPipePrepares(VllmPrepares):
             self._make_lora_inputs = runner.lora_state.make_lora_inputs
             runner.lora_state.make_lora_inputs = self._lora_inputs
         runner.postprocess_sampled = self._postprocess_sampled
+
+    @property
+    def buffers(self) -> list[InputBuffers]:
+        """The sets of input buffers."""
+        return self._buffers
 
     def prepare(self, inputs: ModelInput) -> None:
         self._placement.wait_free(inputs.buffer_set)
@@ -262,6 +281,8 @@ class TokenFeedback:
         """The scheduling output that is about to run; its worker sets it."""
         self.states: Any = None
         """vLLM's request states; None where tokens are not needed or are known already."""
+        self.relayed: tuple[str, ...] = ()
+        """Names of hidden states of earlier stages that this one hands on."""
         self._device = device
         self._ones = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
@@ -301,9 +322,14 @@ class TokenFeedback:
     def on_req_idx_freed(self, req_idx: int) -> None:
         """Nothing is kept of a request."""
 
-    def relay_aux_hidden_states(self, _: Any, result: IntermediateTensors) -> IntermediateTensors:
-        """No auxiliary hidden states without speculative decoding."""
-        return result
+    def relay_aux_hidden_states(
+        self, received: IntermediateTensors, result: IntermediateTensors
+    ) -> IntermediateTensors:
+        """Add the hidden states of earlier stages' layers that a head on the last one reads."""
+        if not self.relayed:
+            return result
+        relayed = {key: received[key] for key in self.relayed}
+        return IntermediateTensors(result.tensors | relayed)
 
 
 class StandInSampler:
@@ -311,8 +337,11 @@ class StandInSampler:
 
     compute_nans = False
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, max_num_reqs: int = 0, device: Any = "cpu", **_: Any) -> None:
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
+        # Read while memory is measured with a draft head, which draws by none of it.
+        none = SimpleNamespace(gpu=torch.zeros(max_num_reqs, device=device))
+        self.sampling_states = SimpleNamespace(temperature=none, seeds=none)
 
     def add_request(self, *_: Any) -> None:
         """The samplers are told by the engine."""

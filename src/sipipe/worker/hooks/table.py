@@ -49,6 +49,13 @@ HOOKS = (
     ),
     Hook(
         caller=f"{_RUNNER}.load_model",
+        call="self.speculator.load_model",
+        ours="vLLM's, beside the runner: a draft head on the last stage, by a configuration of its own",
+        why="samplers draw before it proposes, and no other part of the runner knows of drafts",
+        where="worker/hooks/head.py:load_speculator",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.load_model",
         call="build_custom_logits_processors",
         ours="none where CPU samplers draw",
         why="samplers apply what a request asks for",
@@ -60,6 +67,13 @@ HOOKS = (
         ours="`StandInSampler`, which keeps nothing of a request, where CPU samplers draw",
         why="vLLM's counts every token of the vocabulary for each request",
         where="worker/hooks/draws.py:stand_ins",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.initialize_kv_cache",
+        call="self.speculator.set_attn",
+        ours="vLLM's: the runner knows the draft head meanwhile",
+        why="its layers are layers of the stage's KV cache",
+        where="worker/hooks/head.py:hosted",
     ),
     Hook(
         caller=f"{_RUNNER}.initialize_kv_cache",
@@ -153,6 +167,13 @@ HOOKS = (
         where="worker/hooks/stage_tensors.py:hand_on",
     ),
     Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.pp_handler.relay_aux_hidden_states",
+        ours="adds the hidden states of earlier layers that an EAGLE-3 head reads",
+        why="stages between hand them on to the last one",
+        where="worker/hooks/preparation.py:TokenFeedback.relay_aux_hidden_states",
+    ),
+    Hook(
         caller=f"{_WORKER}.execute_model",
         call="get_pp_group().isend_tensor_dict",
         ours="hands hidden states to the link",
@@ -187,6 +208,13 @@ HOOKS = (
         ours="updates what the model keeps of a request; leaves tokens and lengths alone",
         why="the scheduling output brings them",
         where="worker/hooks/preparation.py:SiPipePrepares._postprocess_sampled",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.speculator.propose",
+        ours="nothing; called when the engine says what samplers have drawn, between two iterations",
+        why="the tokens that drafts stand behind are drawn on other cores",
+        where="worker/drafter.py:Drafter.propose",
     ),
     Hook(
         caller=f"{_RUNNER}.sample_tokens",

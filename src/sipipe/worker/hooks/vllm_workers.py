@@ -15,7 +15,7 @@ import functools
 import mmap
 import os
 import stat
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -61,6 +61,10 @@ class _StageWorker:
     """Whether a second runner has its own sampler; set with ``place``."""
     feedback: TokenFeedback | None = None
     """What brings a second runner its tokens."""
+    head: Any = None
+    """vLLM's ``SpeculativeConfig`` of a draft head on the last stage; set with ``place``."""
+    speculator: Any = None
+    """vLLM's speculator of that head; None on other stages."""
 
     def init_device(self) -> None:
         assert self.place is not None, "the process places its worker before init_device"
@@ -71,6 +75,8 @@ class _StageWorker:
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
+        if self.head is not None:
+            self._load_head(runner)
         check_dtypes(runner)
         hand_on(runner)
         # Until the links are open: a warm-up's steps.
@@ -84,7 +90,7 @@ class _StageWorker:
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         from sipipe.worker.hooks.kv_connector import reporting
 
-        with reporting():
+        with reporting(), self._hosted():
             super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -93,6 +99,22 @@ class _StageWorker:
         for told in getattr(scheduler_output, "earlier_aux_metadata", ()):
             self.model_runner.aux_output_connector.begin_step(told)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def _load_head(self, runner: Any) -> None:
+        from sipipe.worker.hooks.head import TAPPED, load_speculator, tap_layers
+
+        if self.head.method == TAPPED:
+            tap_layers(runner, self.head)
+        if runner.is_last_pp_rank:
+            self.speculator = load_speculator(runner, self.head)
+
+    def _hosted(self) -> AbstractContextManager[None]:
+        """While active, the runner knows the stage's draft head, if it has one."""
+        if self.speculator is None:
+            return nullcontext()
+        from sipipe.worker.hooks.head import hosted
+
+        return hosted(self.model_runner, self.speculator)
 
     def parts(self, boot: WorkerBoot) -> tuple[Device, ProjectionShare]:
         """The loaded stage's device, and what it may take of the output projection."""
@@ -133,7 +155,8 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
     def determine_available_memory(self) -> int:
         """Without what is reserved; a size that the user gave is left alone."""
         given = self.cache_config.kv_cache_memory_bytes  # vLLM may set its own of an earlier start
-        available: int = super().determine_available_memory()
+        with self._hosted():
+            available: int = super().determine_available_memory()
         if given or not self.reserved:
             return available
         logger.info(

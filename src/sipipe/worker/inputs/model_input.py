@@ -43,6 +43,9 @@ class ModelInput:
     """Rows of logits that samplers get."""
     logits_row: int = -1
     """The first of them in BIC-L; -1: samplers get none."""
+    following: NDArray[np.int64] | None = None
+    """[B] the token of each request's prompt behind those of this iteration, in batch order; 0 where
+    there is none. None: no request is in its prefill, or nobody reads it."""
     state: Any = None
     batch: Any = None
     """vLLM's ``InputBatch`` without padding, if it was made ahead."""

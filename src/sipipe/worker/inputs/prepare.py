@@ -39,15 +39,23 @@ T = TypeVar("T")
 
 class InputPreparer:
     """Request states and slots (microbatches in flight) of one stage. ``vllm_runner`` has no
-    request yet; ``groups``: whose block tables and slot mappings are prepared."""
+    request yet; ``groups``: whose block tables and slot mappings are prepared; ``following``: whether
+    the token behind each part of a prompt is asked for."""
 
     def __init__(
-        self, vllm_runner: Any, buffers: list[InputBuffers], *, groups: list[CacheGroup], slots: int
+        self,
+        vllm_runner: Any,
+        buffers: list[InputBuffers],
+        *,
+        groups: list[CacheGroup],
+        slots: int,
+        following: bool = False,
     ) -> None:
         kernels.warm_up()
         states = vllm_runner.req_states
         assert not states.req_id_to_index, "vLLM's runner has requests that were not prepared here"
         self._groups = groups
+        self._following = following
         self.states = RequestStates(states.free_indices, [group.width for group in groups])
         self.slots = [SlotBatch() for _ in range(slots)]
         self.buffers = buffers
@@ -212,6 +220,8 @@ class InputPreparer:
         target.runs_as_decode.np[:count] = as_decode
         inputs.has_prefill = bool(within.any())
         inputs.decode_graph_eligible = bool((as_decode == within).all())
+        if self._following and inputs.has_prefill:
+            inputs.following = self._behind(batch.rows, computed + scheduled)
         for group, (_, block_size, window, mapped) in enumerate(self._groups):
             overflow = kernels.gather_blocks(
                 batch.rows,
@@ -234,6 +244,14 @@ class InputPreparer:
                 f"{int(states.block_counts[group][batch.rows[overflow]]) * block_size}"
             )
         return int(np.count_nonzero(samples))
+
+    def _behind(self, rows: Int64, ends: Int32) -> Int64:
+        """The token of each request's prompt at position ``ends``, [B]; 0 where it has no such."""
+        following = np.zeros(len(rows), np.int64)
+        for place, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
+            if end < self.states.prefill_lens[row]:
+                following[place] = self.states.prefills[row][end]
+        return following
 
 
 def _fill(target: NDArray[Any], count: int, values: Iterable[int]) -> Int32:

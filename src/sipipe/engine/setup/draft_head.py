@@ -1,0 +1,40 @@
+"""Which drafts a head on the last stage makes, and what such a head does not go with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+
+HEADS = ("eagle", "eagle3", "mtp")
+"""Methods of vLLM's whose drafts a head on the last stage makes (:mod:`sipipe.worker.drafter`)."""
+
+
+def head_of(vllm_config: VllmConfig) -> Any:
+    """vLLM's ``SpeculativeConfig`` where a head on the last stage makes the drafts; else None."""
+    speculative = vllm_config.speculative_config
+    return speculative if speculative is not None and speculative.method in HEADS else None
+
+
+def why_no_head(vllm_config: VllmConfig) -> str:
+    """What the head of this configuration does not go with; empty: it can be hosted."""
+    speculative = head_of(vllm_config)
+    if speculative is None:
+        return ""
+    model = vllm_config.model_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    head_ranks = speculative.draft_parallel_config.tensor_parallel_size
+    reasons = {
+        "several MTP modules": speculative.use_multi_module_mtp(),
+        "Gemma 4's, which reads the target's KV cache": speculative.use_gemma4_mtp(),
+        "a multi-modal model": model.is_multimodal_model,
+        "--enable-lora": vllm_config.lora_config is not None,
+        '"draft_sample_method": "probabilistic"': (
+            speculative.draft_sample_method == "probabilistic"
+        ),
+        f'"draft_tensor_parallel_size" {head_ranks}': head_ranks != ranks,
+        '"enable_adaptive_verification"': speculative.enable_adaptive_verification,
+        '"parallel_drafting"': speculative.parallel_drafting,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), "")
+    return found and f'method "{speculative.method}" with {found}'

@@ -1,0 +1,303 @@
+"""A draft head on the last stage: vLLM's own speculator, loaded and given its attention.
+
+vLLM's runner makes its speculator from its own configuration, samples, and has it propose in the same
+call. Here the samplers draw, on other cores, and the runner of every stage knows of no drafts. So the
+speculator is made beside the runner, which meets it while the KV cache is laid out: the head's layers
+are layers of the stage.
+
+Hidden states of earlier layers that an EAGLE-3 head reads travel with the others, under vLLM's names
+for them (``aux_hidden_states_0`` and so on), and stages between hand them on.
+
+Who runs here: whoever follows BIC-I, while the stage is loaded; the device thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.spec_decode.eagle import utils
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
+    aux_hidden_state_relay_keys,
+    set_eagle3_aux_hidden_state_layers,
+    verify_supports_aux_hidden_states_over_pp,
+)
+
+from sipipe.errors import UnsupportedError
+
+TAPPED = "eagle3"
+"""Method whose head reads hidden states of several layers."""
+EMBEDDING = "embed_tokens.weight"
+"""End of the name of the input embedding in checkpoints."""
+
+
+def tap_layers(runner: Any, speculative: Any) -> None:
+    """Have the loaded model of a stage, any of them, also give the hidden states that the head reads.
+
+    Args:
+        runner: vLLM's, of this stage.
+        speculative: vLLM's ``SpeculativeConfig``.
+
+    Raises:
+        UnsupportedError: vLLM's model does not hand them from stage to stage.
+    """
+    model = runner.model
+    try:
+        set_eagle3_aux_hidden_state_layers(model, speculative)
+        if get_pp_group().world_size > 1:
+            verify_supports_aux_hidden_states_over_pp(model, speculative.method)
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedError(
+            f'--speculative-config: method "{speculative.method}": {error}: leave the option out, or '
+            'take {"method": "ngram"}'
+        ) from None
+    runner.use_aux_hidden_state_outputs = True
+    if runner.pp_handler is not None:
+        runner.pp_handler.relayed = aux_hidden_state_relay_keys(model)
+    if not runner.is_first_pp_rank:
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )
+
+
+def load_speculator(runner: Any, speculative: Any) -> Any:
+    """Make vLLM's speculator of ``speculative`` and load its model, beside the stage's of ``runner``.
+
+    Raises UnsupportedError: the head reads what is not hosted here."""
+    from vllm.v1.worker.gpu.spec_decode import init_speculator
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+        TargetDependentARSpeculator,
+    )
+
+    from sipipe.worker.cpu_kernels import drafting
+
+    if runner.device.type == "cpu":
+        drafting.install()
+    config = _of_one_stage(runner.vllm_config, speculative)
+    with set_current_vllm_config(config):
+        speculator = init_speculator(config, runner.device, runner.req_states)
+        if not isinstance(speculator, TargetDependentARSpeculator):
+            raise UnsupportedError(
+                f"--speculative-config: SiPipe does not host vLLM's {type(speculator).__name__}: take "
+                '{"method": "ngram"}, or leave the option out'
+            )
+        lend = partial(_lend_embedding, runner, utils.maybe_share_target_embed)
+        with patch.object(utils, "maybe_share_target_embed", lend):
+            speculator.load_model(runner.model)
+    return speculator
+
+
+def _lend_embedding(
+    runner: Any, share: Callable[..., None], draft: Any, draft_inner: Any, target_inner: Any
+) -> None:
+    """In the place of vLLM's ``maybe_share_target_embed``: where the head has no input embedding of its
+    own, and this stage has none of the target's, the head gets it from the target's checkpoint. vLLM
+    ends with an error there."""
+    embedding = getattr(draft_inner, "embed_tokens", None)
+    has_own = getattr(draft, "has_own_embed_tokens", True)  # vLLM's word for who always has
+    missing = isinstance(getattr(target_inner, "embed_tokens", None), PPMissingLayer)
+    if embedding is None or has_own or not missing:
+        share(draft, draft_inner, target_inner)
+        return
+    config = runner.vllm_config
+    loader: Any = get_model_loader(config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        return  # dummy weights
+    for name, weight in loader.get_all_weights(config.model_config, runner.model):
+        if name.endswith(EMBEDDING):
+            embedding.weight.weight_loader(embedding.weight, weight)
+            return
+    raise UnsupportedError(
+        f"--speculative-config: {type(draft).__name__} needs the model's input embedding, and none of "
+        f'the model\'s weights is named {EMBEDDING}: take {{"method": "ngram"}}, or leave it out'
+    )
+
+
+def _of_one_stage(config: VllmConfig, speculative: Any) -> VllmConfig:
+    """The configuration that a head is made with: vLLM's EAGLE models name their layer by the layers
+    that this *stage* has, where it has several, and would take the name of one of the target's."""
+    made = copy.copy(config)
+    made.speculative_config = speculative
+    made.parallel_config = copy.copy(config.parallel_config)
+    made.parallel_config.pipeline_parallel_size = 1
+    made.parallel_config.rank = 0
+    return made
+
+
+@contextmanager
+def hosted(runner: Any, speculator: Any) -> Iterator[None]:
+    """While active, ``runner`` knows the speculator, if there is one: while memory is measured and the
+    KV cache laid out. At all other times it would have it propose."""
+    runner.speculator = speculator
+    try:
+        yield
+    finally:
+        runner.speculator = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadBatch:
+    """Requests and tokens that a head runs on, by the names of vLLM's ``InputBatch``: B requests, the
+    shorter first, and T tokens."""
+
+    num_reqs: int
+    num_tokens: int
+    num_tokens_after_padding: int
+    num_scheduled_tokens: Any
+    """[B] int32 array."""
+    query_start_loc_np: Any
+    """[B + 1] int32 array."""
+    query_start_loc: torch.Tensor
+    """[B + 1] int32."""
+    seq_lens: torch.Tensor
+    """[B] int32."""
+    seq_lens_cpu_upper_bound: torch.Tensor
+    """[B] int32, on the host."""
+    idx_mapping: torch.Tensor
+    """[B] int64: a request's row is its place."""
+    input_ids: torch.Tensor
+    """[T] int32."""
+    positions: torch.Tensor
+    """[T] int64."""
+    tables: Sequence[torch.Tensor]
+    """[B, W] int32 block table of each KV cache group."""
+    slots: torch.Tensor
+    """[G, T] int64 slots of the KV cache."""
+    decode_graph_eligible: bool = False
+
+
+class BlockTablesOfBatch:
+    """In the place of vLLM's block tables: those of one :class:`HeadBatch`, by its rows."""
+
+    cp_size = 1
+    cp_rank = 0
+    cp_interleave = 1
+
+    def __init__(self, block_sizes: Sequence[int], tokens: int, device: Any) -> None:
+        """Make room for ``tokens`` tokens; ``block_sizes`` has a group's tokens a block."""
+        self._block_sizes = list(block_sizes)
+        self.slot_mappings = torch.full(
+            (len(self._block_sizes), tokens), PAD_SLOT_ID, dtype=torch.int64, device=device
+        )
+        self.input_block_tables: Sequence[torch.Tensor] = ()
+
+    def hold(self, batch: HeadBatch) -> None:
+        """Be the tables of ``batch`` from now on."""
+        self.input_block_tables = batch.tables
+        self.slot_mappings[:, : batch.num_tokens] = batch.slots
+
+    def compute_slot_mappings(
+        self,
+        _rows: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens: int,
+    ) -> torch.Tensor:
+        """Slots [G, T] of one token a request, at ``positions``; in place, as vLLM's, which graphs and
+        metadata made before rely on."""
+        count = len(query_start_loc) - 1
+        at = positions[:count]
+        for group, table in enumerate(self.input_block_tables):
+            size = self._block_sizes[group]
+            columns = (at // size).clamp(max=table.shape[1] - 1)
+            blocks = table[:count].gather(1, columns[:, None])[:, 0].long()
+            self.slot_mappings[group, :count] = blocks * size + at % size
+        self.slot_mappings[:, count:num_tokens] = PAD_SLOT_ID
+        return self.slot_mappings[:, :num_tokens]
+
+
+class Head:
+    """vLLM's speculator with its attention set, on batches that are made here."""
+
+    def __init__(self, speculator: Any, runner: Any) -> None:
+        self._speculator = speculator
+        rows = int(runner.max_num_reqs)
+        device = runner.device
+        self.steps = int(speculator.num_speculative_steps)
+        """Drafts of a request at most, k."""
+        self._tables = BlockTablesOfBatch(
+            runner.block_tables.block_sizes, int(runner.max_num_tokens), device
+        )
+        speculator.block_tables = self._tables
+        self._no_temperatures = torch.zeros(rows, device=device)
+        self._no_seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._following = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: HeadBatch,
+        hidden: torch.Tensor,
+        taps: list[torch.Tensor] | None,
+        *,
+        drawn: torch.Tensor,
+        rejected: torch.Tensor,
+        following: torch.Tensor,
+        steps: int,
+    ) -> torch.Tensor:
+        """Run the head over ``batch``, and propose drafts.
+
+        Args:
+            hidden: [T, H] hidden states of the target, as its norm leaves them.
+            taps: [T, H] of each layer that an EAGLE-3 head reads; None: it reads ``hidden``.
+            drawn: [B] int32, tokens drawn of each request, 0 amid its prompt.
+            rejected: [B] int32, drafts of it that were wrong.
+            following: [B] int64, the token behind those that are right.
+            steps: drafts to make, at most :attr:`steps`; 0: only what the head keeps is written.
+
+        Returns [B, steps] int64, which the next call overwrites.
+        """
+        speculator = self._speculator
+        count = batch.num_reqs
+        tokens = batch.num_tokens
+        self._following[:count] = following
+        self._tables.hold(batch)
+        own = speculator.input_buffers
+        own.query_start_loc[: count + 1] = batch.query_start_loc
+        own.seq_lens[:count] = batch.seq_lens
+        own.positions[:tokens] = batch.positions
+        longest = int(batch.seq_lens_cpu_upper_bound.max())
+        speculator.draft_max_seq_len = min(longest + steps, speculator.max_model_len)
+        description = BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=count
+        )
+        metadata = speculator._build_attn_metadata(
+            count,
+            description,
+            batch.query_start_loc_np,
+            batch.seq_lens_cpu_upper_bound,
+            0,
+            slot_mappings=batch.slots,
+        )
+        slots = build_slot_mappings_by_layer(batch.slots, speculator.kv_cache_config)
+        with set_current_vllm_config(speculator.vllm_config):
+            drafts: torch.Tensor = speculator.propose(
+                batch,
+                metadata,
+                slots,
+                hidden,
+                taps,
+                drawn,
+                rejected,
+                self._following,
+                self._following,
+                self._no_temperatures,
+                self._no_seeds,
+                num_speculative_tokens=steps,
+            )
+        return drafts[:, :steps]

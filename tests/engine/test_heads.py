@@ -1,0 +1,125 @@
+"""Draft heads change no token, and are right as often as in stock vLLM, wherever the stages are cut."""
+
+import pytest
+from tests.engine import heads
+from tests.engine.engines import greedy, prompts, run_engine, take_engine
+from tests.engine.test_speculation import batches, kinds, repeating, run, with_and_without
+
+pytestmark = pytest.mark.engine
+
+SAMPLERS = {"sipipe": {"samplers": 2}}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+OFFERED = "vllm:spec_decode_num_draft_tokens"
+
+
+def head(models, kind):
+    """The target's checkpoint and the ``--speculative-config`` of a head."""
+    if kind == "mtp":
+        return heads.mimo(models), {"method": "mtp", "num_speculative_tokens": 2}
+    made = {
+        "eagle": lambda: heads.eagle(models),
+        "eagle3": lambda: heads.eagle3(models),
+        "eagle3 of few tokens": lambda: heads.eagle3(models, draft_vocab=300),
+    }[kind]()
+    method = kind.partition(" ")[0]
+    return heads.target(models), {"method": method, "model": str(made), "num_speculative_tokens": 3}
+
+
+def long_greedy():
+    """Greedy requests of prompts that are cut into chunks, for stock and for us."""
+    asked = greedy(12, shortest=20, longest=60)
+    return [{"prompts": prompts(12, longest=300), "params": asked}]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kind", "pp"),
+    [
+        ("eagle", 2),
+        ("eagle3", 4),
+        ("mtp", 2),
+        pytest.param("eagle", 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", 2, marks=pytest.mark.slow),
+        pytest.param("eagle3 of few tokens", 2, marks=pytest.mark.slow),
+        pytest.param("mtp", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_stocks_and_drafts_as_often_right(models, kind, pp):
+    """Drafts as often right as in stock, where target and head are in one process, say that taps,
+    positions and the head's KV cache are right, which no token shows. vLLM's own scheduler knows no
+    times of stages, so that all drafts are made: of so small a model few are worth it."""
+    path, drafts = head(models, kind)
+    plain = run_engine(path, long_greedy())
+    stock, by_stock = run(path, long_greedy(), speculative_config=drafts)
+    assert stock == plain
+    settings = {"sipipe": {"samplers": 2, "scheduler": "vllm"}, "pipeline_parallel_size": pp}
+    found, counted = run(path, long_greedy(), speculative_config=drafts, **settings)
+    assert found == plain
+    # The last drafts of a request are trimmed here; stock verifies them for nothing.
+    assert 0.85 * by_stock[OFFERED] <= counted[OFFERED] <= by_stock[OFFERED], (counted, by_stock)
+    rate, theirs = counted[ACCEPTED] / counted[OFFERED], by_stock[ACCEPTED] / by_stock[OFFERED]
+    assert rate == pytest.approx(theirs, rel=0.1), (counted, by_stock)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kind", "pp"),
+    [
+        ("eagle", 2),
+        pytest.param("eagle3", 4, marks=pytest.mark.slow),
+        pytest.param("mtp", 2, marks=pytest.mark.slow),
+        pytest.param("eagle", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_changes_no_token(models, kind, pp):
+    """Also not with seeds, penalties, log-probabilities, grammars, and text that a grammar forces."""
+    path, drafts = head(models, kind)
+    with_and_without(path, batches(), drafts, **SAMPLERS, pipeline_parallel_size=pp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_nor_where_requests_are_preempted_and_share_blocks(models, kind):
+    path, drafts = head(models, kind)
+    plain = {"prompts": repeating(8) + prompts(3), "params": greedy(11, shortest=40, longest=80)}
+    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    settings = {**SAMPLERS, "pipeline_parallel_size": 2, "max_num_seqs": 16, **small}
+    with_and_without(path, [plain, plain], drafts, **settings)
+
+
+@pytest.mark.ci
+def test_nor_with_several_ranks_a_stage(models):
+    """Whose device threads hear of drafts and iterations each in its own time."""
+    path, drafts = head(models, "eagle")
+    ranks = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    with_and_without(path, long_greedy() * 2, drafts, **SAMPLERS, **ranks)
+
+
+@pytest.mark.slow
+def test_nor_where_a_sampler_is_killed(models):
+    path, drafts = head(models, "eagle")
+    settings = {**SAMPLERS, "pipeline_parallel_size": 2}
+    expected = run(path, batches(), **settings)[0] * 3
+    drafting = settings | {"speculative_config": drafts, "disable_log_stats": False}
+    with take_engine(path, **drafting) as engine:
+        engine.submit(batches() * 3)
+        engine.wait_until_generating()
+        engine.find(r"sipipe\.sampler.* sampler\d")[0].kill()
+        engine.wait_for(r"sampler\d died \(exit code -9\)")
+        assert engine.result() == expected
+
+
+@pytest.mark.slow
+def test_nor_where_others_are_aborted(models):
+    """What they leave behind is another's: the head may not write there any more."""
+    path, drafts = head(models, "eagle")
+    settings = {**SAMPLERS, "pipeline_parallel_size": 2}
+    small = {"block_size": 32, "num_gpu_blocks_override": 40}
+    asked = greedy(30, shortest=40, longest=60)
+    ends = [i % 3 * (3 + i // 3) or -1 for i in range(30)]
+    aborted = {"aborts": ends, "prompts": prompts(30, longest=90), "params": asked}
+    plain = {"prompts": repeating(6), "params": kinds()[:6]}
+    (expected,) = run_engine(path, [plain], **settings, **small)
+    drafting = {**settings, **small, "speculative_config": drafts}
+    found = run_engine(path, [aborted, plain, aborted, plain], **drafting)
+    assert found[1] == found[3] == expected
