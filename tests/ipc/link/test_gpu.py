@@ -16,7 +16,9 @@ import torch
 from tests.ipc.link.conftest import hidden
 
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.messages.link import LinkEndpoint
+from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.trial import TriedReceiver, TriedSender
+from sipipe.messages.link import LinkEndpoint, LinkTrial
 
 BOUND = 120.0
 SIZES = [64, 1, 7, 64, 33, 2, 0, 64]
@@ -69,6 +71,53 @@ def test_gpu_tensors_arrive_on_the_gpu(kind, pair):
                 assert answers.poll(BOUND)
                 assert answers.recv(), iteration
             answers.send(None)
+        stage.join(BOUND)
+        assert stage.exitcode == 0
+    finally:
+        stage.kill()
+        stage.join()
+
+
+def tried_stage(trial: LinkTrial, schema: TensorSchema, sock: socket.socket, answers: Any) -> None:
+    if trial.endpoint.device == "cuda":
+        torch.cuda.set_device(torch.cuda.device_count() - 1)
+    end = TriedReceiver(trial, schema, sock, lambda _: None)
+    answers.send(end.report())
+    answers.recv()
+    end.close()
+
+
+NEEDS_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        pytest.param("shm", "cpu", marks=pytest.mark.ci),
+        pytest.param("shm", "cuda", marks=NEEDS_A_GPU),
+        pytest.param("cuda_ipc", "cuda", marks=NEEDS_A_GPU),
+    ],
+)
+def test_a_link_passes_its_trial_between_two_processes(kind, device, pair):
+    endpoint = LinkEndpoint(kind=kind, buffer_tokens=512, device=device, stall_timeout=BOUND)
+    schema = TensorSchema.capture(hidden(64, width=4096), 64)
+    trial = LinkTrial(pair=(0, 1), endpoint=endpoint, tensors=schema.encode(), seconds=BOUND)
+    context = multiprocessing.get_context("spawn")
+    answers, theirs = context.Pipe()
+    stage = context.Process(target=tried_stage, args=(trial, schema, pair[1], theirs))
+    stage.start()
+    theirs.close()
+    pair[1].close()
+    try:
+        end = TriedSender(trial, schema, pair[0], lambda _: None)
+        assert not end.report().failure
+        assert answers.poll(BOUND)
+        assert not answers.recv().failure
+        answers.send(None)
+        end.close()
         stage.join(BOUND)
         assert stage.exitcode == 0
     finally:

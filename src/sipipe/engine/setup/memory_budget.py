@@ -2,7 +2,7 @@
 
 All of it lies in memory files (memfd), which count as memory of the machine and of the container,
 never against ``/dev/shm``. Hidden states that travel on a GPU take none. A model whose hidden states
-are more than two tensors makes its links grow at the first microbatch.
+are more than two tensors takes more, when its links are opened.
 """
 
 from __future__ import annotations
