@@ -67,9 +67,7 @@ NOT_YET = frozenset(
         "engine/setup",
         "engine/start",
         "ipc/link",
-        "worker",
         "worker/hooks",
-        "worker/inputs",
     }
 )
 

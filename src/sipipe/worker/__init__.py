@@ -1,1 +1,1 @@
-"""What runs in a stage worker's process: main, loop, runner."""
+"""The process of a stage worker: its main thread, the two threads of its stage, and vLLM's runner."""

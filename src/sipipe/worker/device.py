@@ -1,9 +1,11 @@
-"""What handing results on asks of the device that a stage runs on.
+"""The device that a stage runs on: marks, waits and copies, and threads that wait for it.
 
-The thread that launches a stage's work never waits for the device: it marks where it is, and
-another thread waits for the mark. On the host all work is done when a call returns, so a mark is
-the time. What is launched beside the launching thread, in the same order, is a :class:`DeviceThread`'s:
-it takes iterations from a queue, and alone may wait for the device. Its error ends the worker.
+The thread that launches a stage's work never waits for the device. It marks the place in the order
+of its work, and another thread waits for the mark. On the host all work is done when a call returns,
+so a mark is the time.
+
+A :class:`DeviceThread` takes iterations that were launched from a queue, in order. It alone may wait
+for the device. Its error ends the worker.
 
 The CUDA side has run on one GPU (docs/gpu.md). Its order is tested on an emulated one
 (``tests/worker/test_cuda_order.py``).
@@ -32,11 +34,11 @@ from sipipe.worker.inputs.model_input import ModelInput
 
 
 class Device:
-    """Marks and copies; here as on a host, where everything is done when the call returns. ``mark``
-    is called by a thread that launches, the rest by one other, or by the same."""
+    """Marks and copies, as on a host, where everything is done when a call returns. A thread that
+    launches calls ``mark``; one other, or the same, calls the rest."""
 
     def use(self) -> None:
-        """The calling thread, a new one, works with this device from now on."""
+        """Have the calling thread, a new one, work with this device from now on."""
 
     def beside(self) -> Device:
         """The same device for another thread that launches: :meth:`use` gives its work a stream of
@@ -44,11 +46,12 @@ class Device:
         return self
 
     def mark(self) -> Any:
-        """Where the launching thread is now."""
+        """A mark behind everything that the calling thread has launched."""
         return time.monotonic_ns()
 
     def wait(self, mark: Any) -> int:
-        """Sleep until the device has reached ``mark``; returns when, in monotonic nanoseconds."""
+        """Sleep until the device has reached ``mark``; returns the time then, in nanoseconds of
+        ``time.monotonic_ns()``."""
         return int(mark)
 
     def undisturbed(self) -> Device:
@@ -57,57 +60,63 @@ class Device:
         return _HostWork()
 
     def occupy(self, seconds: float) -> None:
-        """Keep the device busy for at least so long; not on the host, where who launches is it."""
+        """Keep the device busy for ``seconds`` at least. A host is not kept busy: the thread that
+        launches would be."""
 
     def nanoseconds(self, first: Any, last: Any) -> int:
-        """From one mark that the device has reached to another."""
+        """Nanoseconds from one mark to another, both of which the device has reached."""
         return int(last - first)
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:  # noqa: ARG002
-        """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
-        ``target`` has the shape and type of ``source``; the rows of both are contiguous. Neither
+        """Copy a matrix to host memory once the device has reached ``after``; returns the copy's mark.
+
+        ``target`` has the shape and dtype of ``source``, and the rows of both are contiguous. Neither
         may be touched or freed until the device has reached the mark."""
-        if source.data_ptr() != target.data_ptr():  # else it was computed there
+        if source.data_ptr() != target.data_ptr():  # if they are the same, it was computed in place
             # Tensor.copy_ would use an OpenMP team of this thread's: with more threads than cores
             # libgomp puts those of the forward pass to sleep after every operator.
             np.copyto(*(matrix.view(torch.uint8).numpy() for matrix in (target, source)))
         return self.mark()
 
     def lock_pages(self, memory: memoryview) -> None:
-        """Let copies go straight to ``memory``, for as long as the process lives. Raises
+        """Lock ``memory`` in place, so that copies go straight to it, until :meth:`unlock_pages`. Raises
         ResourceError: the system does not let the process lock that much."""
 
     def unlock_pages(self, memory: memoryview) -> None:
-        """What :meth:`lock_pages` locked is about to be given back."""
+        """Unlock what :meth:`lock_pages` has locked, before the memory is given back."""
 
 
 class HostDevice(Device):
     """The host's cores."""
 
     def use(self) -> None:
-        torch.get_num_threads()  # torch tells this thread's OpenMP: vLLM's kernels ask that alone
+        # With this call torch sets the number of threads for this thread's OpenMP. vLLM's kernels ask
+        # only OpenMP.
+        torch.get_num_threads()
 
 
 class _HostWork(HostDevice):
+    """The host's cores for timing: marks are the calling thread's CPU time."""
+
     def mark(self) -> int:
         return time.thread_time_ns()
 
 
 class CudaStageDevice(Device):
-    """A CUDA device: marks are events, copies have a stream of their own."""
+    """A CUDA device. Marks are events, and copies have a stream of their own."""
 
-    def __init__(self, device: torch.device, own: Any = None) -> None:
-        """``own``: the stream of the thread that launches; None: the one that it has."""
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        """``stream`` is for the thread that launches; None leaves it the one that it has."""
         self._device = device
         self._copies = torch.cuda.Stream(device)
-        self._own = own
+        self._stream = stream
         self._driver: CudaDriver | None = None
 
     def use(self) -> None:
-        # A new thread's is GPU 0: its first call would make a context there, memory nobody counts.
+        # A new thread has GPU 0, where its first call would make a context, whose memory nobody counts.
         torch.cuda.set_device(self._device)
-        if self._own is not None:
-            torch.cuda.set_stream(self._own)
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
     def beside(self) -> CudaStageDevice:
         return CudaStageDevice(self._device, torch.cuda.Stream(self._device))
@@ -116,7 +125,7 @@ class CudaStageDevice(Device):
         return self
 
     def mark(self) -> Any:
-        # Blocking: who waits sleeps, and does not ask the driver over and over.
+        # With `blocking` a thread that waits sleeps, and does not ask the driver over and over.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -138,7 +147,7 @@ class CudaStageDevice(Device):
             if target.is_contiguous():
                 target.copy_(source, non_blocking=True)
             else:
-                # A rank's columns of wider rows: torch would take pageable memory, and wait.
+                # A rank's columns of wider rows. torch would copy by pageable memory, and wait for that.
                 self._driver = self._driver or CudaDriver(self._copies)
                 self._driver.copy_rows(target, source)
             event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -159,6 +168,7 @@ class CudaStageDevice(Device):
 
 
 def _address(memory: memoryview) -> int:
+    """The address of the first byte of ``memory``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -168,16 +178,18 @@ def stage_device(device: torch.device) -> Device:
 
 
 _CYCLES = 2e9
-"""Of a GPU in a second, or more than it has."""
+"""Cycles of a GPU in a second, or more than it has."""
 
 _MOST_OCCUPIED = 1.0
-"""Seconds: of which the first calls, that compile, are not worth more."""
+"""Seconds for which a device is kept busy, at most. The first calls compile, and may take longer."""
 
 
 def seconds(device: Device, call: Callable[[], object]) -> float:
-    """What some calls take the device, each from the end of the one before: the median. The device
-    is kept busy until all are launched: else a call whose launch takes longer than its work would
-    count as that, which serving hides behind earlier work. The first two do not count."""
+    """Median of the seconds that the device takes for ``call``, each time from the end of the one before.
+
+    The device is kept busy until all calls are launched. A call whose launch takes longer than its
+    work would otherwise count with its launch, which serving hides behind earlier work. The first two
+    calls do not count."""
     call()
     began = time.perf_counter()
     call()
@@ -200,29 +212,29 @@ class Launched:
 
     inputs: ModelInput
     first: Any = None
-    """The device's mark before the stage's layers."""
+    """Mark of the device before the stage's layers."""
     made: Any = None
-    """Last stage: the one before its part of the output projection."""
+    """Mark before the output projection, on the last stage."""
     last: Any = None
-    """The one after everything of the iteration."""
+    """Mark after everything of the iteration."""
     logits: torch.Tensor | None = None
-    """[rows, V of this rank], where this rank writes logits and anything samples."""
+    """Logits [rows, V of this rank], where this rank writes any and anything samples."""
     output: Any = None
-    """What vLLM's ``sample_tokens`` returned."""
+    """Result of vLLM's ``sample_tokens``."""
     draws: bool = False
-    """Whether ``output`` has tokens that were drawn on the device, which are to be reported."""
+    """True if ``output`` has tokens that were drawn on the device, which are reported."""
     kv: Any = None
-    """vLLM's ``KVConnectorOutput``, where a connector has something to say."""
+    """vLLM's ``KVConnectorOutput``, if a connector has something to report."""
     whole: bool = False
-    """Whether the engine is told all of ``output``, since no sampler draws."""
+    """True if all of ``output`` is reported, since no sampler draws."""
     reports: bool = False
-    """Whether the engine may wait for this rank's word: for those tokens, for prompt
-    log-probabilities, or because no sampler will say anything."""
+    """True if the engine may wait for this rank's report: for tokens of the device, for prompt
+    log-probabilities, or because no sampler answers."""
 
 
 class DeviceThread(ABC):
-    """Does something with what was launched. ``fail``: told, from the thread, what ended it;
-    ``stall_timeout``: seconds of a wait."""
+    """A thread that does something with each iteration that was launched, in order. ``fail`` is called,
+    from the thread, with the error that ended it; ``stall_timeout`` is the seconds of a wait."""
 
     def __init__(
         self, device: Device, name: str, *, fail: Callable[[Exception], None], stall_timeout: float
@@ -232,7 +244,10 @@ class DeviceThread(ABC):
         self._stall_timeout = stall_timeout
         self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
-        self._put = self._done = 0
+        self._put = 0
+        """Iterations that were put into the queue."""
+        self._done = 0
+        """Iterations that the thread has finished."""
         self._error: Exception | None = None
         self._closing = False
         self._doing = _IDLE
@@ -241,18 +256,19 @@ class DeviceThread(ABC):
 
     @abstractmethod
     def _do(self, launched: Launched) -> None:
-        """All there is to do with one iteration; ``_doing`` says what that is just now."""
+        """Do everything that is to be done with one iteration; keep ``_doing`` up to date."""
 
     def put(self, launched: Launched) -> None:
-        """``launched`` is on its way. Does not wait; the tensors belong to the thread now."""
+        """Give the thread an iteration, whose tensors belong to it from now on. Does not wait. Raises
+        Exception: the one that ended the thread."""
         if self._error is not None:
             raise self._error
         self._put += 1
         self._queue.put(launched)
 
     def drain(self) -> None:
-        """Return when everything that was put is done, and the device with it. StallError: not within
-        the stall time-out. Exception: the one that ended the thread."""
+        """Wait until everything that was put is done, and the device with it. Raises StallError: not
+        within the stall time-out. Exception: the one that ended the thread."""
         with self._progress:
             # wait: `stall_timeout`; the thread itself, its error
             done = self._progress.wait_for(
@@ -264,11 +280,11 @@ class DeviceThread(ABC):
             raise StallError(f"waited {self._stall_timeout:g} s for the device: it {self._doing}")
 
     def doing(self) -> str:
-        """What the thread does now, as a predicate."""
+        """Predicate on what the thread does now, for the report of a stall."""
         return self._doing
 
     def close(self) -> None:
-        """End the thread after what it is doing; what was not done is dropped."""
+        """End the thread after the iteration that it is at; those behind that are dropped."""
         self._closing = True
         self._queue.put(None)
         self._thread.join(1.0)

@@ -71,12 +71,12 @@ class Turns:
 
     @property
     def may_write(self) -> bool:
-        """Whether the set of iteration ``prepared`` holds nothing that is or will be read."""
+        """True if the set of iteration ``prepared`` holds nothing that is or will be read."""
         return not self.writing and self.prepared - self.finished < self.sets
 
     @property
     def may_read(self) -> bool:
-        """Whether iteration ``taken`` is prepared and the device is free."""
+        """True if iteration ``taken`` is prepared and the device is free."""
         return self.finished == self.taken < self.prepared
 
     def start_write(self) -> int:
@@ -86,24 +86,24 @@ class Turns:
         return self.prepared % self.sets
 
     def end_write(self) -> None:
-        """CI + 1."""
+        """The next iteration is prepared: the paper's CI grows by 1."""
         assert self.writing, self
         self.writing = False
         self.prepared += 1
 
     def start_read(self) -> None:
-        """GI + 1."""
+        """The device takes the next iteration: the paper's GI grows by 1."""
         assert self.may_read, self
         self.taken += 1
 
     def end_read(self) -> None:
-        """The set may be written again."""
+        """The device has finished an iteration: its set may be written again."""
         assert self.taken == self.finished + 1, self
         self.finished += 1
 
 
 class Stage(Protocol):
-    """What two threads run."""
+    """The steps of an iteration, each of which one of the two threads runs."""
 
     def prepare(self, header: Header, buffer_set: int, output: SchedulerOutput) -> ModelInput:
         """The preparing thread's part of an iteration: into a set that nothing reads."""
@@ -113,13 +113,21 @@ class Stage(Protocol):
 
 
 class DoubleBuffer:
-    """Runs the steps of ``stage`` in two threads, with ``sets`` of input buffers (1: in turn).
-    ``stall_timeout``: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
-    ``interrupt``: ends a ``run`` that waits for another process; called once.
+    """Runs the steps of ``stage`` in two threads.
 
-    ``may_run`` says whether a prepared iteration may run now, or an errand has to be run before.
-    ``agree`` is called in the device thread with the work that it would do, and returns what it does:
-    that of the stage's first rank, so that all ranks do the same in the same order."""
+    Args:
+        stage: the steps.
+        sets: sets of input buffers. With 1 the two threads run in turn.
+        stall_timeout: seconds that :meth:`drain` waits; :meth:`prepare` waits twice as long.
+        interrupt: ends a ``run`` that waits for another process. It is called once.
+        may_run: says whether a prepared iteration may run now, or an errand has to be run before.
+        agree: called in the device thread with the work that it would do; returns what it does, which
+            is that of the stage's first rank, so that all ranks do the same in the same order.
+
+    Rejected: one thread that alternates (the bubble that the paper removes); a process that prepares
+    (its arrays would have to be shared memory, for 0.1 ms of work); ``queue.Queue``, since the queue
+    and the counts must change together.
+    """
 
     def __init__(
         self,
@@ -149,11 +157,12 @@ class DoubleBuffer:
         self._errands: deque[Callable[[], None]] = deque()
         """Work between iterations, first in, first out."""
         self._end: BaseException | None = None
-        """What ended the threads; the first that did."""
-        # What each thread does now: written by it, read by anyone; a str is replaced as a whole.
+        """Error that ended the threads first."""
+        # What each thread does now. Only that thread writes it, and any may read it without the lock,
+        # because a str is replaced at once.
         self._preparing = "waits for a scheduling output"
         self.running = "has not started"
-        """The device thread's, which the stage may say more exactly while it runs an iteration."""
+        """Predicate on the device thread, which the stage makes more exact while it runs an iteration."""
 
     def prepare(self, header: Header, output: SchedulerOutput) -> None:
         """Prepare the iteration of a message of BIC-I; waits until a set is free. Raises
@@ -178,8 +187,8 @@ class DoubleBuffer:
         self._preparing = "waits for a scheduling output"
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns or raises, in the device thread, when no iteration is there; from
-        the preparing thread. Raises as :meth:`drain`."""
+        """Call ``function`` in the device thread when no iteration is in the worker, and return its
+        result; from the preparing thread. Raises what ``function`` raises, and as :meth:`drain`."""
         self._preparing = "waits for the end of a call"
         try:
             self.drain()
@@ -302,7 +311,7 @@ class DoubleBuffer:
         self.fail(StageStoppedError("the worker's threads have been told to end"))
 
     def doing(self) -> str:
-        """What both threads do now, as predicates, for the report of a stall."""
+        """Predicates on both threads, for the report of a stall."""
         return f"(preparing thread) {self._preparing}, (device thread) {self.running}"
 
     def _check(self) -> None:

@@ -173,7 +173,7 @@ class Drafter:
         count = inputs.num_reqs
         batch = state.input_batch
         tables, slots = self._runner.prepare_attn(batch)
-        whole = Pass(
+        forward = Pass(
             source=source,
             input_ids=batch.input_ids,
             positions=batch.positions,
@@ -192,20 +192,20 @@ class Drafter:
         waiting = np.where(samples, 1 + drafts, 0).astype(np.int32)
         if (scheduled > waiting).any():
             self._reading(
-                None, self._read, whole, inputs, samples, ends - waiting, scheduled - waiting
+                None, self._read, forward, inputs, samples, ends - waiting, scheduled - waiting
             )
         if samples.any():
             rows = np.flatnonzero(samples)
             rows = rows[np.argsort(waiting[rows], kind="stable")]
             self._kept[inputs.iteration] = Kept(
-                part=whole.part(rows, ends, waiting),
+                part=forward.part(rows, ends, waiting),
                 places=_places(inputs, source.first_logits.np[rows]),
                 drafts=drafts[rows].copy(),
             )
 
     def _read(
         self,
-        whole: Pass,
+        forward: Pass,
         inputs: ModelInput,
         samples: NDArray[np.bool_],
         ends: Int32,
@@ -214,12 +214,12 @@ class Drafter:
         """Run the head over tokens whose next ones are known; nothing is proposed."""
         rows = np.flatnonzero(lengths)
         rows = rows[np.argsort(lengths[rows], kind="stable")]
-        part = whole.part(rows, ends, lengths)
+        part = forward.part(rows, ends, lengths)
         # Amid a prompt the next token is the prompt's. Where the prompt ends in this iteration, it is
         # the one in the pass that waits for the samplers.
         assert inputs.following is not None, "the last stage prepares them with prompts"
         waits = torch.from_numpy(ends[rows].astype(np.int64)).to(self._device)
-        behind = whole.input_ids[waits.clamp(max=len(whole.input_ids) - 1)].long()
+        last_ids = forward.input_ids[waits.clamp(max=len(forward.input_ids) - 1)].long()
         of_prompt = torch.from_numpy(inputs.following[rows]).to(self._device)
         none = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
         self._head.run(
@@ -229,7 +229,7 @@ class Drafter:
             drawn=none,
             rejected=none,
             following=torch.where(
-                torch.from_numpy(samples[rows]).to(self._device), behind, of_prompt
+                torch.from_numpy(samples[rows]).to(self._device), last_ids, of_prompt
             ),
             steps=0,
         )
@@ -238,10 +238,10 @@ class Drafter:
         """Run a request for drafts and answer it, with none where something fails."""
         self.done = request.number
         began = time.monotonic()
-        kept = self._kept.pop(request.iteration, None)
+        pending = self._kept.pop(request.iteration, None)
         drafts = b""
-        if kept is not None:
-            drafts = self._proposing(b"", self._propose, request, kept)
+        if pending is not None:
+            drafts = self._proposing(b"", self._propose, request, pending)
         self._answer(
             Drafted(
                 iteration=request.iteration,
@@ -251,25 +251,25 @@ class Drafter:
             )
         )
 
-    def _propose(self, request: DraftRequest, kept: Kept) -> bytes:
+    def _propose(self, request: DraftRequest, pending: Kept) -> bytes:
         device = self._device
-        batch = kept.part.batch
-        drawn = int32_view(request.drawn)[kept.places]
-        following = int32_view(request.last)[kept.places].astype(np.int64)
-        rejected = np.where(drawn > 0, kept.drafts + 1 - drawn, 0).astype(np.int32)
+        batch = pending.part.batch
+        drawn = int32_view(request.drawn)[pending.places]
+        following = int32_view(request.last)[pending.places].astype(np.int64)
+        rejected = np.where(drawn > 0, pending.drafts + 1 - drawn, 0).astype(np.int32)
         if (drawn == LEFT_OUT).any():
             _write_nowhere(batch, np.flatnonzero(drawn == LEFT_OUT))
-        found = self._head.run(
+        proposals = self._head.run(
             batch,
-            kept.part.hidden,
-            kept.part.taps,
+            pending.part.hidden,
+            pending.part.taps,
             drawn=torch.from_numpy(drawn).to(device),
             rejected=torch.from_numpy(rejected).to(device),
             following=torch.from_numpy(following).to(device),
             steps=request.steps,
         )
         ordered = np.empty((len(drawn), request.steps), np.int32)
-        ordered[kept.places] = found.cpu().numpy()
+        ordered[pending.places] = proposals.cpu().numpy()
         return int32_bytes(ordered)
 
 

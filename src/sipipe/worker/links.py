@@ -1,10 +1,10 @@
-"""Hidden states in and out of a stage: its links, and what of them each tensor-parallel rank sends.
+"""Hidden states in and out of a stage: its links, and the part that each tensor-parallel rank sends.
 
 The ranks of a stage hold the same hidden states. Between hosts, rank r of t sends the r-th part, and
 the receiving ranks gather the parts among themselves, as stock vLLM does: the network carries one
 copy, not t. A part has a t-th of the last dimension, and a key that says so.
 
-Who runs here: the thread that runs the device; whoever follows BIC-I opens and closes.
+Who runs here: the thread that runs the device; the thread that follows BIC-I opens and closes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAMPLE_TOKENS = 7
 
 
 class NoEnd:
-    """In the place of a link's end, before the first stage and behind the last one."""
+    """Object in the place of a link's end, before the first stage and behind the last one."""
 
     def take(self, *_: Any, **__: Any) -> Tensors:
         raise AssertionError("the first stage has no hidden states to wait for")
@@ -86,13 +86,15 @@ class LinkEnds:
         return [end.report() for end in ends]
 
     def _begin(self, trial: LinkTrial) -> End:
+        """Open this rank's end of a link, and begin to try it."""
         # Each socket once: both ends take them in the same order.
         sock = None if trial.endpoint.port else self._sockets[trial.pair].pop(0)
         schema = TensorSchema.decode(trial.tensors)
         if cuts(trial.endpoint, self._place):
             schema = part_of(schema, self._place.tp_rank, self._place.tp_size)
         kind = TriedSender if trial.pair[0] == self._place.rank else TriedReceiver
-        end = self._tried[trial.pair] = kind(trial, schema, sock, self._fail)
+        end = kind(trial, schema, sock, self._fail)
+        self._tried[trial.pair] = end
         return end
 
     def take_sender(self, receiver: int) -> tuple[LinkEndpoint, Sender]:
@@ -102,7 +104,7 @@ class LinkEnds:
         return end.endpoint, end.take()
 
     def take_receiver(self, sender: int) -> tuple[LinkEndpoint, Receiver]:
-        """The same of the link from rank ``sender``."""
+        """The end of the link from rank ``sender``, which was tried; the caller closes it."""
         end = self._tried[sender, self._place.rank]
         assert isinstance(end, TriedReceiver)
         return end.endpoint, end.take()
@@ -127,7 +129,8 @@ class Links:
         *,
         cuts: bool = False,
     ) -> None:
-        """``cuts``: whether the rank sends a part, and the next stage's ranks gather: between hosts."""
+        """Make one rank's ends. If it ``cuts``, as between hosts, it sends parts, which the next stage's ranks
+        gather."""
         self._place = place
         self._cuts = cuts
         self._receiver = receiver
@@ -149,24 +152,25 @@ class Links:
     def take(
         self, iteration: int, tokens: int, into: Mapping[str, torch.Tensor] | None = None
     ) -> Tensors:
-        """The previous stage's tensors, whole. As :meth:`Receiver.take`."""
-        tensors, ranks = self._receiver.take(iteration, tokens, into=into), self._place.tp_size
+        """The previous stage's tensors, gathered where they came in parts. As :meth:`.Receiver.take`."""
+        tensors = self._receiver.take(iteration, tokens, into=into)
+        ranks = self._place.tp_size
         if ranks == 1:
             return tensors
         return join(tensors, ranks, partial(get_tp_group().all_gather, dim=0))
 
     def release(self, iteration: int) -> None:
-        """What was taken of it has been read."""
+        """Give back the buffers of the tensors of ``iteration``, which have been read."""
         self._receiver.release(iteration)
 
     def send(self, iteration: int, tokens: int, tensors: Tensors) -> None:
-        """This rank's part to the next stage. As :meth:`Sender.send`."""
+        """Send this rank's part to the next stage. As :meth:`.Sender.send`."""
         place = self._place
         part = cut(tensors, place.tp_rank, place.tp_size) if self._cuts else tensors
         self._sender.send(iteration, tokens, part)
 
     def wait_sent(self) -> None:
-        """Return when everything that was sent may be overwritten. As :meth:`Sender.wait_sent`."""
+        """Wait until everything that was sent may be overwritten. As :meth:`.Sender.wait_sent`."""
         self._sender.wait_sent()
 
     def flush(self) -> None:
@@ -183,7 +187,7 @@ class Links:
 
 
 def cuts(link: LinkEndpoint, place: StagePlace) -> bool:
-    """Whether each rank of a stage sends a part on ``link``: between hosts."""
+    """True if each rank of a stage sends a part on ``link``, as between hosts."""
     return bool(link.port) and place.tp_size > 1
 
 
@@ -195,12 +199,12 @@ def cut(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> dict[str,
     """The part of ``rank`` of each tensor [..., h] whose h can be divided, as [..., h / ranks]."""
     parts = {}
     for key, tensor in tensors.items():
-        width, rest = divmod(tensor.shape[-1], ranks)
-        if rest:
+        width, remainder = divmod(tensor.shape[-1], ranks)
+        if remainder:
             parts[key] = tensor
         else:
-            whole = tensor.contiguous().view(ranks, *tensor.shape[:-1], width)
-            parts[f"{key}/{ranks}"] = whole[rank]
+            slices = tensor.contiguous().view(ranks, *tensor.shape[:-1], width)
+            parts[f"{key}/{ranks}"] = slices[rank]
     return parts
 
 
@@ -216,11 +220,12 @@ def part_of(schema: TensorSchema, rank: int, ranks: int) -> TensorSchema:
 def join(
     tensors: Mapping[str, torch.Tensor], ranks: int, gather: Gather
 ) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`cut`; called by all ranks at once."""
-    whole = {}
+    """The tensors whose parts came from :func:`cut`. All ranks call it at once, since they gather."""
+    joined = {}
     for key, tensor in tensors.items():
         name, _, parts = key.partition("/")
-        whole[name] = (
-            gather(tensor).view(*tensor.shape[:-1], tensor.shape[-1] * ranks) if parts else tensor
-        )
-    return whole
+        if parts:
+            joined[name] = gather(tensor).view(*tensor.shape[:-1], tensor.shape[-1] * ranks)
+        else:
+            joined[name] = tensor
+    return joined

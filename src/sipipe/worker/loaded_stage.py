@@ -1,10 +1,10 @@
-"""A stage whose model is loaded: what the engine asks of it, before its first iteration and then.
+"""A stage whose model is loaded: the engine's calls, before its first iteration and after it.
 
-It says what it writes, how long its parts take and what of the output projection it takes; then its
-channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` runs iterations.
+The stage describes what it writes, measures its parts, and takes its share of the output projection.
+Then its channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` runs iterations.
 
-Who runs here: whoever follows BIC-I, in control calls with no iteration in the worker, and to hand
-iterations over.
+Who runs here: the thread that follows BIC-I, in control calls with no iteration in the worker, and
+to hand iterations over.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def link_bytes(runner: Any, boot: WorkerBoot) -> int:
-    """What links from other stages take of this rank's GPU, which of the transports it will be: by
-    way of host memory, as much may be coming and in use, of torch's allocator."""
+    """Bytes that links from other stages take of this rank's GPU, by any transport. By way of host
+    memory torch's allocator holds as much for what arrives and what is in use."""
     schema = taken_schema(runner)
     if schema is None or runner.device.type == "cpu":
         return 0
@@ -50,13 +50,16 @@ def link_bytes(runner: Any, boot: WorkerBoot) -> int:
 
 def taken_schema(runner: Any) -> TensorSchema | None:
     """Schema of the hidden states that the runner takes from the stage before; None on the first."""
-    kept = getattr(runner, "intermediate_tensors", None)
-    return None if kept is None else TensorSchema.capture(kept.tensors, runner.max_num_tokens)
+    buffers = getattr(runner, "intermediate_tensors", None)
+    if buffers is None:
+        return None
+    return TensorSchema.capture(buffers.tensors, runner.max_num_tokens)
 
 
 class LoadedStage:
-    """One worker's stage, of what is ``around``; made before vLLM warms its runner up, whose sampling
-    it may replace. ``sockets``: of the links that its boot record lists."""
+    """The stage of one worker, whose surroundings are ``around``. It is made before vLLM warms its
+    runner up, because it may replace the runner's sampling. ``sockets`` are those of the links that
+    its start record lists."""
 
     def __init__(self, around: Surroundings, sockets: Sequence[socket.socket]) -> None:
         self._around = around
@@ -65,14 +68,17 @@ class LoadedStage:
         self._bound = False
         self._links = Links(around.boot.place, NoEnd(), NoEnd())
         self.running: SampledStage | ClosedStage = ClosedStage()
-        boot, worker, runner = around.boot, around.worker, around.runner
+        boot = around.boot
+        worker = around.worker
+        runner = around.runner
         self._device: Device
         self.sharing: ProjectionShare
         self._device, self.sharing = worker.parts(boot)
         if not isinstance(self._device, HostDevice):
-            # Before graphs are captured, which know the addresses.
-            sizes = runner.max_num_reqs, runner.max_num_tokens, boot.rows
-            runner.input_buffers = PackedInputBuffers(*sizes, runner.device)
+            # Before graphs are captured, which hold the buffers' addresses.
+            runner.input_buffers = PackedInputBuffers(
+                runner.max_num_reqs, runner.max_num_tokens, boot.rows, runner.device
+            )
         self._draws = NothingDrawn()
         if runner.is_last_pp_rank and not runner.is_pooling_model:
             logits = StageLogits(runner)
@@ -82,13 +88,13 @@ class LoadedStage:
         """This rank's writer of BIC-L, if it is one."""
         if boot.path == "sipipe" and not boot.measures:
             self._take_over(boot.config.cpu_sampling)
-        # What links from other stages, and shares of the output projection, take of this GPU.
+        # vLLM must not give these bytes of the GPU to the KV cache.
         worker.reserved = link_bytes(runner, boot) + self.sharing.device_bytes()
 
     # ---- control calls --------------------------------------------------------------------------
 
     def answer(self, request: calls.Request[Any]) -> Any:
-        """What the engine asked."""
+        """Answer a request of the engine."""
         match request:
             case calls.Describe():
                 return self.describe()
@@ -104,14 +110,18 @@ class LoadedStage:
             case calls.Measure(sequences=sequences):
                 return self._measure(sequences)
             case calls.ChooseDrawer(draws=draws):
-                return self._settle(draws)
+                return self._begin_drawing(draws)
         raise AssertionError(f"nobody answers {request}")
 
     def describe(self) -> StageDescription:
-        """What the engine needs to make this rank's channels; the KV cache is set up by now."""
-        around, stage_logits = self._around, self._draws.stage_logits
-        config, device = around.boot.vllm_config, around.runner.device
+        """Describe what the engine has to know to make this rank's channels. The KV cache is set up by
+        now."""
+        around = self._around
+        stage_logits = self._draws.stage_logits
+        config = around.boot.vllm_config
+        device = around.runner.device
         takes = taken_schema(around.runner)
+        # The fields that every rank has.
         described = partial(
             StageDescription,
             takes=b"" if takes is None else takes.encode(),
@@ -121,24 +131,25 @@ class LoadedStage:
             return described()
         with set_current_vllm_config(config):
             if config.lora_config is not None:
-                around.runner._set_active_loras((0,), (0,), set())  # the projection looks for one
+                # The projection looks for the adapters of a batch, and there is no batch yet.
+                around.runner._set_active_loras((0,), (0,), set())
             model = config.model_config
             hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
             with torch.inference_mode():
                 logits = stage_logits.compute_first(hidden)
-                offered = self.sharing.offer(stage_logits, hidden)
+                offer = self.sharing.offer(stage_logits, hidden)
         if logits is None:
-            return described(offer=offered)
+            return described(offer=offer)
         shape = LogitsShape(
             vocab=stage_logits.vocab_size if stage_logits.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
-            # Every rank writes its columns, or the first one rows that vLLM has gathered.
+            # Every rank writes its columns; without bounds the first one writes gathered rows.
             bounds=stage_logits.bounds,
         )
-        return described(logits=shape, offer=offered)
+        return described(logits=shape, offer=offer)
 
     def _measure(self, sequences: int) -> Measured:
-        """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
+        """Measure the parts of a microbatch, drawn on this device and by CPU samplers."""
         around = self._around
         with set_current_vllm_config(around.boot.vllm_config):
             return measure_stage(
@@ -146,8 +157,11 @@ class LoadedStage:
             )
 
     def open(self, request: calls.OpenChannels) -> None:
-        """Use the links, which have been tried; where samplers draw, open BIC-L's writer too."""
-        around, sharing, logits = self._around, self.sharing, request.logits
+        """Take the links, which have been tried, into use. Where samplers draw, open also this rank's
+        writer of BIC-L and its links of final hidden states."""
+        around = self._around
+        sharing = self.sharing
+        logits = request.logits
         self._bind()
         self._links = Links.of(around.boot.place, self._ends)
         if logits is None:
@@ -173,8 +187,9 @@ class LoadedStage:
             run_soon()
             self._bound = True
 
-    def _settle(self, draws: str) -> None:
-        """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
+    def _begin_drawing(self, draws: str) -> None:
+        """Begin with the place of drawing that was measured to be best, in the words of
+        ``cpu_sampling``. No iteration has run yet."""
         if draws == "off":
             self._draw_here()
         else:
@@ -182,28 +197,35 @@ class LoadedStage:
         self._begin()
 
     def _begin(self) -> None:
+        """Have iterations run from now on."""
         self.running = SampledStage(
             self._around, self._links, self._device, self._draws, self._projection, self._logits
         )
 
     def _take_over(self, draws: str) -> None:
-        """CPU samplers draw from now on; ``draws`` is as ``cpu_sampling`` has it."""
+        """Have CPU samplers draw from now on, ``"on"`` or ``"per_row"``."""
         self._around.worker.feedback = feedback_of(self._around.runner, draws=True)
         self._draws = self._draws.take_over(per_row=draws == "per_row")
 
     def _draw_here(self) -> None:
-        """vLLM's own sampler draws from now on, and nobody reads logits."""
-        around, boot = self._around, self._around.boot
-        bound = boot.config.stall_timeout
-        told: dict[str, Any] = {"reports": around.reports, "stall_timeout": bound}
-        if around.runner.is_pooling_model:
-            self._draws = Pooled(**told)
-        elif around.runner.is_last_pp_rank and boot.sampler_kernels:
-            self._draws = WholeBatch(**told)
-        elif around.runner.is_last_pp_rank:
+        """Have vLLM's own sampler draw from now on. Nobody reads logits then."""
+        runner = self._around.runner
+        boot = self._around.boot
+        reports = self._around.reports
+        stall_timeout = boot.config.stall_timeout
+        if runner.is_pooling_model:
+            self._draws = Pooled(reports=reports, stall_timeout=stall_timeout)
+        elif runner.is_last_pp_rank and boot.sampler_kernels:
+            self._draws = WholeBatch(reports=reports, stall_timeout=stall_timeout)
+        elif runner.is_last_pp_rank:
             from sipipe.worker.hooks.torch_rows import TorchRows
 
-            self._draws = TorchRows(around.runner, slots=boot.watched.inflight, **told)
+            self._draws = TorchRows(
+                runner,
+                slots=boot.watched.inflight,
+                reports=reports,
+                stall_timeout=stall_timeout,
+            )
         if self._logits is not None:
             self._device.unlock_pages(self._logits.buffer)
             self._logits.close()
@@ -217,17 +239,20 @@ class LoadedStage:
         return self.running.double_buffer
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns, with no iteration in the worker; in the device thread, if any."""
+        """Call ``function`` with no iteration in the worker, in the device thread once there is one, and
+        return its result."""
 
-        def alone() -> Any:
+        def drain_and_call() -> Any:
             self.running.drain()
             return function()
 
         double_buffer = self.double_buffer
-        return alone() if double_buffer is None else double_buffer.call(alone)
+        if double_buffer is None:
+            return drain_and_call()
+        return double_buffer.call(drain_and_call)
 
     def doing(self) -> str:
-        """What the threads that run iterations do now, as predicates."""
+        """Predicates on the threads that run iterations, for the report of a stall."""
         return self.running.doing()
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.messages.calls import Request
 from sipipe.messages.drafts import decode_request
-from sipipe.messages.header import Kind, decode_header
+from sipipe.messages.header import Header, Kind, decode_header
 from sipipe.messages.replies import Ready, Reply
 from sipipe.messages.start_records import WorkerBoot
 from sipipe.observe.phases import Phase
@@ -60,9 +60,10 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
-    """Entry point of the process; returns when the engine closes the channels."""
-    main = stage = None
-    # Its own would be a semaphore of the system's, left behind by a process that is killed.
+    """Run the worker until the engine closes the channels, then end the process."""
+    main = None
+    stage = None
+    # tqdm's own lock would be a semaphore of the system's, which a killed process leaves behind.
     tqdm.set_lock(threading.RLock())  # wait: held while a line is written; as that is
     try:
         main = Main(boot, parent, sockets)
@@ -81,8 +82,8 @@ def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socke
         parent.let_end()
         if main is not None:
             main.close()
-    # Everything is released. Taking the interpreter down with torch in it takes seconds, which
-    # vLLM's front end does not give; what multiprocessing would still do is done here.
+    # Everything is released. An interpreter with torch in it takes seconds to end, which vLLM's front
+    # end does not give it. What multiprocessing would still do is done here.
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,29 +91,31 @@ def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socke
 
 
 def _log_load(name: str, error: Exception) -> None:
-    """One line: most often a file or an option is the reason, and not where it was found."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
+    """Log in one line why the model cannot be loaded. Most often a file or an option is the reason, and
+    not the code that stumbled."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     logger.error(
         "worker %s cannot load its layers: %s: %s (%s:%s; VLLM_LOGGING_LEVEL=DEBUG shows the way "
         "there)",
         name,
         type(error).__name__,
         error,
-        at.filename,
-        at.lineno,
+        frame.filename,
+        frame.lineno,
     )
     logger.debug("worker %s", name, exc_info=error)
 
 
 def _say_failure(parent: Parent, error: Exception) -> None:
+    """Send ``error`` to the engine, or its text where it cannot be pickled."""
     try:
         parent.say(error)
-    except Exception:  # it cannot be pickled: say what it was
+    except Exception:
         parent.say(RuntimeError("".join(traceback.format_exception_only(error)).strip()))
 
 
 class Main:
-    """What :func:`worker_main` drives."""
+    """The worker's state, which :func:`worker_main` takes through its life."""
 
     def __init__(self, boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
         self._boot = boot
@@ -122,20 +125,27 @@ class Main:
         self._stage: LoadedStage | None = None
         self._wrapper: WorkerWrapperBase | None = None
         self._preparing: threading.Thread | None = None
-        self._planned = -1  # the last iteration that was
+        self._planned = -1
+        """Iteration that was planned last: published before its tokens were known."""
         self._call = "is loading its model"
-        """What runs outside of iterations, for the stall report; empty between calls."""
+        """Predicate on what runs outside of iterations, for the report of a stall; empty between
+        calls."""
         parent.doing = self._doing
         parent.urgent = self._draft
-        # The engine removes it once all ranks have joined, unless it was killed before that.
+        # The engine removes the file once all ranks have joined, unless it is killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
-        where = boot.place.stage, boot.place.tp_rank
-        self._recorder = record_process(boot.watched, "stage", *where, boot.layers[where[0]])
+        stage = boot.place.stage
+        self._recorder = record_process(
+            boot.watched, "stage", stage, boot.place.tp_rank, boot.layers[stage]
+        )
 
     def load(self) -> LoadedStage:
-        """Load the model shard of this stage and rank, and report READY."""
-        boot, place = self._boot, self._boot.place
-        title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
+        """Load the model's shard of this stage and rank, and report READY."""
+        boot = self._boot
+        place = boot.place
+        title = f"Worker_PP{place.stage}"
+        if place.tp_size > 1:
+            title += f"_TP{place.tp_rank}"
         configure_logging(boot.vllm_config.logging_config)
         set_process_title(name=title)
         decorate_logs(title)
@@ -145,21 +155,26 @@ class Main:
         find_gpus_of_slices(current_platform, import_pynvml)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
         self._wrapper = wrapper
-        told = {
-            "vllm_config": boot.vllm_config,
-            "local_rank": boot.local_rank,
-            "rank": place.rank,
-            "distributed_init_method": boot.distributed_init_method,
-            "is_driver_worker": place.tp_rank == 0,
-        }
-        wrapper.init_worker([told])
+        wrapper.init_worker(
+            [
+                {
+                    "vllm_config": boot.vllm_config,
+                    "local_rank": boot.local_rank,
+                    "rank": place.rank,
+                    "distributed_init_method": boot.distributed_init_method,
+                    "is_driver_worker": place.tp_rank == 0,
+                }
+            ]
+        )
         worker: Any = wrapper.worker
-        worker.place, worker.draws = place, boot.path == "sipipe" and not boot.measures
+        # vLLM makes the worker, so these cannot be arguments of its constructor.
+        worker.place = place
+        worker.draws = boot.path == "sipipe" and not boot.measures
         worker.own_sampler = boot.sampler_kernels and not worker.draws
         worker.head = boot.head
         wrapper.init_device()
-        # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
-        # kernels, and stumbles over llvmlite, which Numba brings.
+        # Imported only now, because these bring Numba. vLLM's CPU platform looks through every module
+        # that is loaded by now for Triton kernels, and fails at one of Numba's llvmlite.
         from sipipe.worker.hooks.stage_tensors import check_reads
         from sipipe.worker.loaded_stage import LoadedStage
         from sipipe.worker.sampled_stage import Surroundings
@@ -167,9 +182,12 @@ class Main:
         wrapper.load_model()
         check_reads(worker.model_runner)
         current_platform.update_block_size_for_backend(boot.vllm_config)
-        fail = partial(_say_failure, self._parent)
         around = Surroundings(
-            boot=boot, wrapper=wrapper, report=self._parent.say, recorder=self._recorder, fail=fail
+            boot=boot,
+            wrapper=wrapper,
+            report=self._parent.say,
+            recorder=self._recorder,
+            fail=partial(_say_failure, self._parent),
         )
         self._stage = LoadedStage(around, self._sockets)
         if boot.of_main_thread:
@@ -179,13 +197,15 @@ class Main:
         return self._stage
 
     def serve(self, stage: LoadedStage) -> None:
-        """Follow BIC-I until it is closed; the main thread is the device thread when it can be."""
+        """Follow BIC-I until it is closed. Once iterations can run, the main thread is the device
+        thread, and another one follows BIC-I."""
         endpoint = self._parent.receive()
-        self._reader = reader = DispatchReader(endpoint, self._boot.place.name)
+        reader = DispatchReader(endpoint, self._boot.place.name)
+        self._reader = reader
         while stage.double_buffer is None:
             self._follow_one(reader, stage)
         gc.collect()
-        gc.freeze()  # no collection looks through the model while requests wait
+        gc.freeze()  # so that no collection looks through the model while requests wait
         gc.enable()
         follow = partial(self._follow, reader, stage, stage.double_buffer)
         self._preparing = threading.Thread(target=follow, name="SiPipePreparing", daemon=True)
@@ -196,22 +216,22 @@ class Main:
     def _follow(
         self, reader: DispatchReader, stage: LoadedStage, double_buffer: DoubleBuffer
     ) -> None:
-        """The preparing thread."""
+        """Run the preparing thread: follow BIC-I until it is closed."""
         try:
             while True:
                 self._follow_one(reader, stage)
         except ChannelClosed:
             double_buffer.close()
-        except BaseException as error:  # the device thread raises it
+        except BaseException as error:  # the device thread raises it then
             double_buffer.fail(error)
 
     def _follow_one(self, reader: DispatchReader, stage: LoadedStage) -> None:
-        """Do what the next message asks."""
+        """Do what the next message of BIC-I asks for."""
         began = time.monotonic_ns()
         with reader.receive() as message:
             header = decode_header(message.parts[0])
             if header.kind is Kind.GRAMMAR and len(message.parts) == 2:
-                return  # the samplers'
+                return  # it is for the samplers
             body, *buffers = [bytearray(part) for part in message.parts[2:]]
         if header.kind is Kind.GRAMMAR:
             stage.running.grammar(header.number, pickle.loads(body, buffers=buffers))
@@ -219,10 +239,9 @@ class Main:
         if header.kind is Kind.CONTROL:
             self._run_call(stage, header.number, partial(pickle.loads, body, buffers=buffers))
             return
-        waited = Phase.WAIT_SCHEDULING, header.number, header.slot, began
-        if header.number == self._planned:
+        if header.number == self._planned:  # its scheduling output came before its tokens
             stage.running.tokens(header, body)
-            self._recorder.record(*waited, time.monotonic_ns())
+            self._record_wait(header, began)
             return
         if header.kind is Kind.PLAN:
             self._planned = header.number
@@ -233,13 +252,19 @@ class Main:
                 f"channel bic-i: the scheduling output of iteration {header.number} is damaged: "
                 f"{error!r}"
             ) from None
-        self._recorder.record(*waited, time.monotonic_ns())
+        self._record_wait(header, began)
         assert stage.double_buffer is not None, "an iteration before the data plane was open"
         stage.double_buffer.prepare(header, output)
 
+    def _record_wait(self, header: Header, began: int) -> None:
+        """Record the wait for a message of BIC-I, from ``began`` (``time.monotonic_ns()``) until now."""
+        self._recorder.record(
+            Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
+        )
+
     def _run_call(self, stage: LoadedStage, number: int, content: Callable[[], Any]) -> None:
-        """Run one control call, and answer it where an answer is wanted. Whatever is wrong with the
-        call, its arguments or its result is an error of the call only."""
+        """Run control call ``number``, and answer it where an answer is wanted. Whatever is wrong with
+        the call, its arguments or its result is an error of the call alone."""
         self._call = "waits to run a call"
         answers = True
         try:
@@ -249,7 +274,7 @@ class Main:
             value = stage.call(lambda: self._find(stage, method)(*args, **kwargs))
             reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")
         except WorkerDiedError:
-            raise  # another stage's worker: no fault of the call's, and the end of this one too
+            raise  # another stage's worker has died, which is no fault of the call's, and ends this one
         except Exception as error:
             logger.exception("worker %s failed in a call", self._boot.place.name)
             reply = Reply(call=number, error=str(error) or repr(error))
@@ -261,13 +286,14 @@ class Main:
     def _find(
         self, stage: LoadedStage, method: str | Callable[..., Any] | Request[Any]
     ) -> Callable[..., Any]:
+        """The function that a control call means: SiPipe's, the caller's own, or vLLM's worker's."""
         assert self._wrapper is not None
         if isinstance(method, Request):
             return partial(stage.answer, method)
         if callable(method):
             return partial(method, self._wrapper)
-        found: Callable[..., Any] = getattr(self._wrapper, method)
-        return found
+        function: Callable[..., Any] = getattr(self._wrapper, method)
+        return function
 
     def _draft(self, message: bytes) -> None:
         """The thread on the pipe: an iteration's tokens are drawn, and its rows are to have drafts."""
@@ -275,6 +301,7 @@ class Main:
         self._stage.running.draft(decode_request(message))
 
     def _doing(self) -> str:
+        """Predicates on what this process does now, for the report of a stall."""
         parts = [self._call, self._stage.doing() if self._stage is not None else ""]
         return "; ".join(filter(None, parts)) or "waits for a call"
 
@@ -282,7 +309,7 @@ class Main:
         """Release channels, links and vLLM's worker."""
         if self._stage is not None:
             self._stage.close()
-        # After an error the preparing thread may still sleep in the reader: leave that to the kernel.
+        # After an error the preparing thread may still sleep in the reader. The kernel closes that.
         asleep = self._preparing is not None and self._preparing.is_alive()
         if self._reader is not None and not asleep:
             self._reader.close()

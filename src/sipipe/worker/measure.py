@@ -1,8 +1,9 @@
-"""How long a second-runner stage's parts take, for ``"cpu_sampling": "auto"``.
+"""Measurement of the parts of a stage, for ``"cpu_sampling": "auto"``.
 
-On the warmed-up model: the stage's layers by the runner's own dummy run, which replays the graphs
-that serving replays; on the last stage vLLM's ``sample``, the projection as samplers need it, and the
-copy into an entry of BIC-L. Every rank of a stage does the same, because some of it is collective.
+The model is warmed up. The stage's layers are measured by the runner's own dummy run, which replays
+the graphs that serving replays. On the last stage vLLM's ``sample``, the projection as samplers need
+it, and the copy into an entry of BIC-L follow. Every rank of a stage does the same, because some of
+it is collective.
 
 Who runs here: the worker's main thread, in a control call.
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
@@ -24,7 +26,7 @@ from sipipe.worker.hooks.device_sampler import DeviceSampler
 from sipipe.worker.projection.logits import LogitsHandover, StageLogits
 
 _PROMPT = 64
-"""Tokens, where the model takes so many."""
+"""Tokens of a request's prompt and output, where the model takes so many."""
 
 
 def measure_stage(
@@ -34,8 +36,15 @@ def measure_stage(
     stage_logits: StageLogits | None,
     logits: LogitsHandover | None,
 ) -> Measured:
-    """Seconds of a microbatch of ``sequences`` decoding ones. The last stage's runner still has
-    vLLM's own sampler, and ``stage_logits``; ``logits``: where this rank writes any."""
+    """Measure a microbatch.
+
+    Args:
+        runner: vLLM's, which still has vLLM's own sampler.
+        device: the stage's device.
+        sequences: decoding sequences of the microbatch.
+        stage_logits: computes logits, on the last stage.
+        logits: this rank's writer of BIC-L, if it has one.
+    """
 
     def layers() -> Any:
         return runner._dummy_run(sequences, uniform_decode=True)[1]
@@ -48,12 +57,17 @@ def measure_stage(
     if runner.lora_config is not None:
         runner._set_active_loras((0,) * sequences, (0,) * sequences, set())
     with torch.inference_mode():
-        drawn, plain, ours = {}, {}, DeviceSampler(runner)
-        for mix, params in ((mix, SamplingParams(**given)) for mix, given in MIXES.items()):
-            with _requests(runner, sequences, params, ours) as batch:
+        drawn = {}
+        plain = {}
+        sampler = DeviceSampler(runner)
+        for mix, fields in MIXES.items():
+            params = msgspec.convert(fields, SamplingParams)
+            with _requests(runner, sequences, params, sampler) as batch:
                 drawn[mix] = seconds(device, lambda: runner.sample(hidden, batch, None))
                 if is_plain(params):
-                    plain[mix] = seconds(device, lambda: _draw(ours, stage_logits, hidden, batch))
+                    plain[mix] = seconds(
+                        device, lambda: _draw(sampler, stage_logits, hidden, batch)
+                    )
         columns = stage_logits.compute(hidden)
         measured = dataclasses.replace(
             measured,
@@ -71,17 +85,21 @@ def measure_stage(
 def _draw(
     sampler: DeviceSampler, stage_logits: StageLogits, hidden: torch.Tensor, batch: Any
 ) -> None:
+    """Draw as :class:`.DeviceSampler` does in place of vLLM's sampler."""
     columns = stage_logits.compute(hidden)
-    if columns is not None and (rows := stage_logits.gather_rows(columns)) is not None:
+    rows = None if columns is None else stage_logits.gather_rows(columns)
+    if rows is not None:
         sampler.draw(rows, batch.idx_mapping, batch.positions[batch.logits_indices])
 
 
 @contextmanager
 def _requests(
-    runner: Any, count: int, params: SamplingParams, ours: DeviceSampler
+    runner: Any, count: int, params: SamplingParams, device_sampler: DeviceSampler
 ) -> Iterator[InputBatch]:
-    """While active, the runner has ``count`` requests with these parameters: a batch of them."""
-    states, names = runner.req_states, [f"_sipipe_measure_{row}" for row in range(count)]
+    """Give the runner, and both samplers, ``count`` requests with these parameters for the body; yields
+    a batch of them."""
+    states = runner.req_states
+    names = [f"_sipipe_measure_{row}" for row in range(count)]
     prompt = [1] * min(_PROMPT, runner.max_model_len)
     for name in names:
         states.add_request(
@@ -93,15 +111,18 @@ def _requests(
         )
     states.apply_staged_writes()
     rows = np.array([states.req_id_to_index[name] for name in names], np.intp)
-    for sampler in (runner.sampler, ours):
+    for sampler in (runner.sampler, device_sampler):
         for row in rows.tolist():
             sampler.add_request(row, params)
         sampler.apply_staged_writes()
-    here = torch.from_numpy(rows).to(runner.device)
+    device_rows = torch.from_numpy(rows).to(runner.device)
     batch = InputBatch.make_dummy(count, count, runner.input_buffers)
     try:
         yield dataclasses.replace(
-            batch, idx_mapping=here, idx_mapping_np=rows, expanded_idx_mapping=here
+            batch,
+            idx_mapping=device_rows,
+            idx_mapping_np=rows,
+            expanded_idx_mapping=device_rows,
         )
     finally:
         for name in names:

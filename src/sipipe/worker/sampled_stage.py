@@ -1,13 +1,14 @@
-"""A stage on vLLM's second runner, for CPUs and GPUs; what it is made with; one that is not open yet.
+"""A stage on vLLM's second runner, for CPUs and GPUs, before and after its channels are open.
 
-What SiPipe has is around the runner's forward pass: inputs are prepared ahead by a thread of their
-own (:mod:`sipipe.worker.hooks.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go
-on links, the last stage's logits go to the samplers or to vLLM's own (:mod:`sipipe.worker.hooks.draws`),
-and results are handed on when the device has them (:mod:`sipipe.worker.publisher`).
+SiPipe's part is around the runner's forward pass. A thread of their own prepares inputs ahead
+(:mod:`sipipe.worker.hooks.preparation`, :mod:`sipipe.worker.double_buffer`). Hidden states come and
+go on links. The last stage's logits go to the samplers or to vLLM's own sampler
+(:mod:`sipipe.worker.hooks.draws`). Results are handed on when the device has them
+(:mod:`sipipe.worker.publisher`).
 
 Who runs here: the preparing thread in :meth:`SampledStage.prepare`; the device thread in
-:meth:`SampledStage.run` and what the runner receives and sends through; whoever follows BIC-I in
-all else, with no iteration in the worker.
+:meth:`SampledStage.run` and in what the runner receives and sends through; the thread that follows
+BIC-I in everything else, with no iteration in the worker.
 """
 
 from __future__ import annotations
@@ -51,32 +52,37 @@ Report = Callable[[IterationReport | KVReport | Drafted], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a stage is made with."""
+    """Everything outside of a stage that it works with."""
 
     boot: WorkerBoot
+    """Record from which the worker has started."""
     wrapper: Any
-    """vLLM's, around its worker, whose model is loaded."""
+    """vLLM's wrapper of its worker, whose model is loaded."""
     report: Report
-    """Tells the engine that an iteration has run, where no sampler will."""
+    """Reports to the engine that an iteration has run, where no sampler does."""
     recorder: Recorder
+    """Recorder of the stage's phases."""
     fail: Callable[[Exception], None]
-    """Told what ends a thread of the stage's own that nobody waits for."""
+    """Takes the error that ends one of the stage's threads for which nobody waits."""
 
     @property
     def worker(self) -> Any:
+        """vLLM's worker."""
         return self.wrapper.worker
 
     @property
     def runner(self) -> Any:
+        """vLLM's second model runner."""
         return self.worker.model_runner
 
     @property
     def reports(self) -> bool:
+        """True on the one rank that reports for the last stage."""
         place = self.boot.place
         return place.is_last and place.tp_rank == 0
 
     def record(self, phase: Phase, inputs: ModelInput, began: int, ended: int = 0) -> None:
-        """A phase that began at ``began`` (``time.monotonic_ns()``) and ends then, or now."""
+        """Record a phase from ``began`` to ``ended`` (``time.monotonic_ns()``); 0 is now."""
         self.recorder.record(
             phase,
             inputs.iteration,
@@ -89,25 +95,25 @@ class Surroundings:
 
 
 class ClosedStage:
-    """Before its links are open: control calls alone."""
+    """A stage before its links are open, for control calls alone."""
 
     double_buffer: DoubleBuffer | None = None
-    """What the process's main thread runs; None: it follows BIC-I itself."""
+    """Loop of the process's main thread; None while that follows BIC-I itself."""
 
     def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
-        """What the next token of some requests of ``iteration`` may be."""
+        """Take the grammar's bitmask for some requests of ``iteration``."""
 
     def tokens(self, header: Header, tokens: bytearray) -> None:
-        """What a PLAN awaits: its SCHEDULE, with its tokens as int32."""
+        """Take the tokens, as int32, of an iteration that was planned; ``header`` is its SCHEDULE's."""
 
     def draft(self, request: DraftRequest) -> None:
         """The thread on the control pipe: the tokens of an iteration, for a head to draft behind."""
 
     def drain(self) -> None:
-        """Return when nothing of an iteration is in the worker."""
+        """Wait until nothing of an iteration is in the worker."""
 
     def doing(self) -> str:
-        """What the threads that run iterations do now, as predicates."""
+        """Predicates on the threads that run iterations, for the report of a stall."""
         return ""
 
     def close(self) -> None:
@@ -115,7 +121,7 @@ class ClosedStage:
 
 
 def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
-    """What tells the engine what the worker's KV connector has done, iteration by iteration."""
+    """A function that reports to the engine what the worker's KV connector has done in an iteration."""
     if around.boot.vllm_config.kv_transfer_config is None:
         return lambda _: None
     rank = around.boot.place.rank
@@ -125,7 +131,7 @@ def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
 
 
 def drafter_of(around: Surroundings, preparation: SiPipePrepares, slots: int) -> Drafter | None:
-    """What proposes drafts on this stage; None where no head was loaded."""
+    """The drafter of this stage; None where no head was loaded."""
     speculator = around.worker.speculator
     if speculator is None:
         return None
@@ -142,8 +148,8 @@ def drafter_of(around: Surroundings, preparation: SiPipePrepares, slots: int) ->
 
 
 def agreement(place: StagePlace) -> Callable[[Work], Work]:
-    """What has all ranks of a stage do what its first one does next. A head has collectives, and each
-    rank hears of drafts and of iterations in its own time."""
+    """A function by which all ranks of a stage do what its first one does next. A head has collectives,
+    and each rank hears of drafts and of iterations in its own time."""
     if place.tp_size == 1:
         return lambda work: work
     group = get_tp_group()
@@ -159,11 +165,12 @@ def agreement(place: StagePlace) -> Callable[[Work], Work]:
 
 
 SETS = 2
-"""Of input buffers: one is prepared while the device reads the other."""
+"""Sets of input buffers: one is prepared while the device reads the other."""
 
 
 class SampledStage(ClosedStage):
-    """One rank of it, whose channels are open; ``logits``: this rank's writer of BIC-L, if any."""
+    """One rank of a stage whose channels are open. ``logits`` is this rank's writer of BIC-L, if it has
+    one."""
 
     double_buffer: DoubleBuffer
 
@@ -176,36 +183,46 @@ class SampledStage(ClosedStage):
         projection: Projection,
         logits: LogitsHandover | None,
     ) -> None:
-        self._around, self._links = around, links
-        boot, runner = around.boot, around.runner
+        self._around = around
+        self._links = links
+        self._device = device
+        self._draws = draws
+        self._projection = projection
+        boot = around.boot
+        stall_timeout = boot.config.stall_timeout
+        # SiPipe's group of stages (`hooks.world`), through which vLLM's runner sends and receives.
         group: Any = get_pp_group()
-        group.receive, group.send = self._receive, self._send
-        bound = boot.config.stall_timeout
-        self._device, self._draws, self._projection = device, draws, projection
+        group.receive = self._receive
+        group.send = self._send
         draws.open(projection, logits)
         nothing = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
         self._launched = Launched(inputs=nothing)
         """The iteration that is being launched, or was last."""
-        told: dict[str, Any] = {"report": around.report, "record": around.record}
-        told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
-        self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
+        self._publisher = Publisher(
+            device,
+            logits,
+            report=around.report,
+            record=around.record,
+            fail=around.fail,
+            stall_timeout=stall_timeout,
+            kv_reports=kv_reports(around),
+        )
         self._late = LateInput("tokens", None)
         self._preparation = VllmPrepares(self._tokens)
         self._drafter: Drafter | None = None
-        """The head on this stage; None: it has none."""
-        reason = why_vllm_prepares(runner)
+        """Draft head on this stage; None if it has none."""
+        reason = why_vllm_prepares(around.runner)
         if not (draws.reads_states or reason):
-            slots = boot.watched.inflight
             self._preparation = SiPipePrepares(
                 self._tokens,
-                runner,
+                around.runner,
                 device,
-                slots=slots,
+                slots=boot.watched.inflight,
                 sets=SETS,
                 logits=boot.rows,
                 following=around.worker.speculator is not None,
             )
-            self._drafter = drafter_of(around, self._preparation, slots)
+            self._drafter = drafter_of(around, self._preparation, boot.watched.inflight)
         elif boot.speculates:
             raise UnsupportedError(
                 f"--speculative-config: SiPipe does not draft here, since {reason}: leave it out"
@@ -213,7 +230,7 @@ class SampledStage(ClosedStage):
         self.double_buffer = DoubleBuffer(
             self,
             sets=SETS,
-            stall_timeout=bound,
+            stall_timeout=stall_timeout,
             interrupt=self._interrupt,
             may_run=self._may_run,
             agree=agreement(boot.place) if self._drafter is not None else lambda work: work,
@@ -229,6 +246,7 @@ class SampledStage(ClosedStage):
         self.double_buffer.run_between(partial(drafter.propose, request))
 
     def _interrupt(self) -> None:
+        """End the device thread's wait for another process."""
         self._late.close()
         self._links.interrupt()
         self._draws.close()
@@ -237,22 +255,25 @@ class SampledStage(ClosedStage):
         self._draws.restrict(iteration, output)
 
     def prepare(self, header: Header, buffer_set: int, output: SchedulerOutput) -> ModelInput:
-        """Preparing thread: write ``output``'s inputs into ``buffer_set``; :meth:`tokens` ends a PLAN's."""
+        """Preparing thread: write the inputs of ``output`` into ``buffer_set``. Those of a planned
+        iteration lack its tokens, which :meth:`tokens` brings."""
         began = time.monotonic_ns()
         inputs = ModelInput(
             iteration=header.number, slot=header.slot, buffer_set=buffer_set, output=output
         )
-        inputs.logits_row, inputs.samples = header.logits_row, header.logits_rows
+        inputs.logits_row = header.logits_row
+        inputs.samples = header.logits_rows
         inputs.awaits = header.kind is Kind.PLAN
         self._preparation.prepare(inputs)
         self._around.record(Phase.PREPARE, inputs, began)
         return inputs
 
     def run(self, inputs: ModelInput) -> None:
-        """Device thread: launch the iteration; returns before the device has run it, for which
-        :meth:`prepare` of the same set waits."""
+        """Device thread: launch the iteration. Returns before the device has run it; :meth:`prepare` of
+        the same set waits for that."""
         with self._projection.passing():
-            launched = self._launched = Launched(inputs=inputs, first=self._device.mark())
+            launched = Launched(inputs=inputs, first=self._device.mark())
+            self._launched = launched
             self._preparation.begin(inputs)
             self._draws.begin(launched)
             output = self._around.wrapper.execute_model(inputs.output)
@@ -260,8 +281,9 @@ class SampledStage(ClosedStage):
                 self._drafter.keep(inputs)
             if inputs.num_tokens:
                 launched.output = self._draws.finish(self._around.worker, inputs, output)
-            else:  # blocks of the KV cache alone come or go
-                launched.output, launched.reports = output, False
+            else:  # only blocks of the KV cache come or go
+                launched.output = output
+                launched.reports = False
             returned = getattr(launched.output, "model_runner_output", launched.output)
             launched.kv = launched.kv or getattr(returned, "kv_connector_output", None)
             self._draws.end()
@@ -273,43 +295,51 @@ class SampledStage(ClosedStage):
         self._late.put(header.number, (header, tokens))
 
     def _tokens(self, inputs: ModelInput) -> Int32:
-        """Device thread: wait for what ``inputs`` awaits."""
+        """Device thread: wait for the tokens of ``inputs``, which was planned. Raises DamagedError: they
+        are not as many as it has."""
         name = f"iteration {inputs.iteration}"
         self.double_buffer.running = f"waits for the tokens of {name}"
         with self._projection.waiting():
             header, tokens = self._late.take(inputs.iteration)
-        found = int32_view(tokens)
-        if len(found) != inputs.num_tokens:
+        token_ids = int32_view(tokens)
+        if len(token_ids) != inputs.num_tokens:
             raise DamagedError(
-                f"channel bic-i: {len(found)} tokens came for {inputs.num_tokens} of {name}"
+                f"channel bic-i: {len(token_ids)} tokens came for {inputs.num_tokens} of {name}"
             )
-        inputs.logits_row, inputs.samples = header.logits_row, header.logits_rows
+        inputs.logits_row = header.logits_row
+        inputs.samples = header.logits_rows
         inputs.awaits = False
         self.double_buffer.running = f"runs {name}"
         self._launched.first = self._device.mark()
-        return found
+        return token_ids
 
     def _receive(self) -> dict[str, torch.Tensor]:
-        """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
-        began, inputs = time.monotonic_ns(), self._launched.inputs
-        name, count = f"iteration {inputs.iteration}", inputs.num_tokens
+        """Receive hidden states into the runner's own buffers, which it returns: they have the rows
+        with which the runner may pad the batch."""
+        began = time.monotonic_ns()
+        inputs = self._launched.inputs
+        name = f"iteration {inputs.iteration}"
+        count = inputs.num_tokens
         self.double_buffer.running = f"waits for hidden states of {name}"
         with self._projection.waiting():
-            kept: dict[str, torch.Tensor] = self._around.runner.intermediate_tensors.tensors
-            tensors = self._links.take(inputs.iteration, count, kept)
+            buffers: dict[str, torch.Tensor] = self._around.runner.intermediate_tensors.tensors
+            tensors = self._links.take(inputs.iteration, count, buffers)
             for key, tensor in tensors.items():
-                if tensor.data_ptr() != kept[key].data_ptr():  # else it came in pieces
-                    kept[key][:count].copy_(tensor)
+                if tensor.data_ptr() != buffers[key].data_ptr():  # the link did not put it there
+                    buffers[key][:count].copy_(tensor)
             self._links.release(inputs.iteration)
         self.double_buffer.running = f"runs {name}"
         self._around.record(Phase.WAIT_HIDDEN, inputs, began)
         self._launched.first = self._device.mark()
-        return kept
+        return buffers
 
     def _send(self, tensors: Any) -> Callable[[], None]:
-        """Without the rows with which the runner has padded the batch."""
-        began, inputs = time.monotonic_ns(), self._launched.inputs
-        iteration, count = inputs.iteration, inputs.num_tokens
+        """Send hidden states, without the rows with which the runner has padded the batch. Returns a
+        function that waits until they may be overwritten."""
+        began = time.monotonic_ns()
+        inputs = self._launched.inputs
+        iteration = inputs.iteration
+        count = inputs.num_tokens
         self.double_buffer.running = f"hands over iteration {iteration}"
         rows = {key: tensor[:count] for key, tensor in tensors.items()}
         # wait: `stall_timeout`; the next stage, which gives buffers back, or its end
@@ -323,10 +353,11 @@ class SampledStage(ClosedStage):
         self._links.flush()
 
     def doing(self) -> str:
-        said = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]
-        if due := self._projection.doing():
-            said.append(f"(projection thread) {due}")
-        return ", ".join(said)
+        predicates = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]
+        projection = self._projection.doing()
+        if projection:
+            predicates.append(f"(projection thread) {projection}")
+        return ", ".join(predicates)
 
     def close(self) -> None:
         self.double_buffer.close()

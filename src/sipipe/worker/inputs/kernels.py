@@ -1,8 +1,8 @@
 """Compiled loops of input preparation: from the facts of a batch to the tensors a model reads.
 
-Every kernel runs without the GIL, so that the thread that prepares a microbatch does not hold up
-the one that drives the device, and touches only the arrays it is given. ``lay_out`` has a
-slow, obvious twin in ``tests/worker/test_kernels.py``.
+Every kernel runs without the GIL, so that the thread that prepares a microbatch does not hold up the
+one that drives the device. It touches only the arrays that it gets. ``lay_out`` has a slow, obvious
+twin in ``tests/worker/test_kernels.py``.
 
 Shapes: B requests in the batch, T tokens in the batch, R rows of :class:`RequestStates`, W
 columns of a block table.
@@ -33,16 +33,19 @@ def lay_out(
     Args:
         num_computed_tokens: [B], tokens of each request whose KV cache entries exist already.
         num_scheduled_tokens: [B], tokens of each request in this iteration, 1 or more.
-        num_drafts: [B], how many of them are drafts, the last ones.
+        num_drafts: [B], drafts among them, which are the last ones.
         query_start_loc, seq_lens, positions: out, at least [B + 1], [B] and [T], as vLLM has them.
         logits_indices: out, at least [B + drafts]; the last token of row b before its drafts, and
             each of those.
-        first_logits: out, at least [B + 1]; where in that the tokens of row b begin.
+        first_logits: out, at least [B + 1]; index in ``logits_indices`` at which row b begins.
 
-    Returns how many tokens there are, and the largest number of one request.
+    Returns the number of all tokens, and the largest number of one request.
     """
-    start = longest = logits = 0
-    query_start_loc[0] = first_logits[0] = 0
+    start = 0
+    longest = 0
+    logits = 0
+    query_start_loc[0] = 0
+    first_logits[0] = 0
     for row in range(num_computed_tokens.shape[0]):
         first = num_computed_tokens[row]
         count = num_scheduled_tokens[row]
@@ -81,14 +84,15 @@ def gather_blocks(
         rows: [B], each request's row of the request states.
         num_computed_tokens, num_scheduled_tokens: [B], before and in this iteration.
         blocks: [R, W], block ids of every known request; ``block_counts`` [R] of them are valid.
-        block_size: tokens a block holds.
-        window: 0, or how many tokens before this iteration's first one attention looks back at:
-            blocks before those may be another request's by now, and are given as block 0.
-        mapped: whether tokens have slots in this group (a recurrent state's have none: -1).
+        block_size: tokens of a block.
+        window: tokens before this iteration's first one that attention looks back at; 0: all. Blocks
+            before those may be another request's by now, and are written as block 0.
+        mapped: true if tokens have slots in this group. A recurrent state's have none, which is -1.
         block_table: out, at least [B, W].
         slot_mapping: out, at least [T]; block id x block size + offset.
 
-    Returns -1, or the first batch row whose tokens do not fit its blocks (it is the last written).
+    Returns -1, or the first row of the batch whose tokens do not fit its blocks. No later row is
+    written then.
     """
     token = 0
     for row in range(rows.shape[0]):
@@ -116,9 +120,11 @@ def gather_blocks(
 
 
 def warm_up() -> None:
-    """Compile every kernel (or load it from the cache): at start-up, not in the first request."""
-    row, int32 = np.zeros(1, np.int64), np.ones(1, np.int32)
-    starts, table = np.zeros(2, np.int32), np.zeros((1, 2), np.int32)
+    """Compile every kernel, or load it from the cache, at the start and not in the first request."""
+    row = np.zeros(1, np.int64)
+    int32 = np.ones(1, np.int32)
+    starts = np.zeros(2, np.int32)
+    table = np.zeros((1, 2), np.int32)
     out = np.zeros(1, np.int32)
     with compiling("sipipe.worker.inputs"):
         lay_out(int32, int32, out, starts, row.copy(), out.copy(), row.copy(), starts.copy())

@@ -1,14 +1,15 @@
-"""From a scheduling output to input buffers: the preparing thread's work (paper section 4.2).
+"""Preparation of inputs: from a scheduling output to one set of input buffers (paper section 4.2).
 
 :class:`InputPreparer` applies what changed to the request states, resolves the slot's microbatch,
-and writes one set of input buffers, with what vLLM's second runner wants to know of a batch. Steady
-decode is a handful of array writes; requests that come, go or get new blocks cost by their number.
+and writes one set of input buffers, with everything that vLLM's second runner wants to know of a
+batch. Steady decoding is a handful of array writes. Requests that come, go or get new blocks cost by
+their number.
 
-What it asks of the scheduling output beyond stock vLLM without pipeline parallelism:
-``scheduled_cached_reqs.new_token_ids`` holds, for each cached request, the token ids of its
-positions ``num_computed_tokens .. + num_scheduled_tokens``. vLLM's scheduler fills it when
-``pipeline_parallel_size`` is above 1 and scheduling is not asynchronous; SiPipe's executor does
-otherwise. An entry may be left empty while the request is in its prefill, which is known here.
+Relies on: ``scheduled_cached_reqs.new_token_ids`` of the scheduling output holds, for each cached
+request, the token ids of its positions from ``num_computed_tokens`` on, ``num_scheduled_tokens`` of
+them. vLLM's scheduler fills it when ``pipeline_parallel_size`` is above 1 and scheduling is not
+asynchronous; otherwise SiPipe's executor does. An entry may be empty while the request is in its
+prefill, which is known here.
 
 Who runs here: the preparing thread alone (or any thread, one call at a time).
 """
@@ -38,9 +39,15 @@ T = TypeVar("T")
 
 
 class InputPreparer:
-    """Request states and slots (microbatches in flight) of one stage. ``vllm_runner`` has no
-    request yet; ``groups``: whose block tables and slot mappings are prepared; ``following``: whether
-    the token behind each part of a prompt is asked for."""
+    """Request states and slots, which are microbatches in flight, of one stage.
+
+    Args:
+        vllm_runner: vLLM's runner, which has no request yet.
+        buffers: the sets of input buffers.
+        groups: KV cache groups whose block tables and slot mappings are prepared.
+        slots: microbatches in flight.
+        following: true if somebody reads the token behind each part of a prompt.
+    """
 
     def __init__(
         self,
@@ -62,18 +69,21 @@ class InputPreparer:
         self._batch_rows = np.arange(len(states.free_indices), dtype=np.int64)
 
     def prepare(self, inputs: ModelInput) -> None:
-        """Apply the scheduling output of ``inputs``; write its microbatch, all but the tokens if it
-        awaits them, into its set. Raises KeyError: for a cached request that was never introduced (a
-        bug of the scheduler)."""
+        """Apply the scheduling output of ``inputs``, and write its microbatch into its set, without the
+        tokens if it awaits them. Raises KeyError: a cached request was never introduced, which is a
+        fault of the scheduler."""
         output: SchedulerOutput = inputs.output
-        tokens, new = output.total_num_scheduled_tokens, output.scheduled_new_reqs
+        tokens = output.total_num_scheduled_tokens
+        new = output.scheduled_new_reqs
         if output.finished_req_ids or output.preempted_req_ids:
-            gone = output.finished_req_ids.union(output.preempted_req_ids or ())
-            self._touch(self.states.remove(gone))
-        inputs.new_rows, inputs.num_tokens = self._add(new) if new else [], tokens
+            removed = output.finished_req_ids.union(output.preempted_req_ids or ())
+            self._touch(self.states.remove(removed))
+        inputs.new_rows = self._add(new) if new else []
+        inputs.num_tokens = tokens
         if not tokens:
             return
-        batch, target = self.slots[inputs.slot], self.buffers[inputs.buffer_set]
+        batch = self.slots[inputs.slot]
+        target = self.buffers[inputs.buffer_set]
         cached = output.scheduled_cached_reqs
         if (
             not new
@@ -89,20 +99,23 @@ class InputPreparer:
     # -- the request states ---------------------------------------------------------------------
 
     def _add(self, new: Sequence[NewRequestData]) -> list[int]:
+        """Add new requests; returns their rows."""
         rows = [self.states.add(r.req_id, r.prefill_token_ids or ()) for r in new]
         self._touch(rows)
         self.states.append_blocks(rows, [request.block_ids for request in new])
         return rows
 
     def _take_blocks(self, cached: CachedRequestData, rows: Sequence[int] | Int64) -> None:
-        """Add the blocks that ``cached`` brings."""
-        if grown := [place for place, ids in enumerate(cached.new_block_ids) if ids is not None]:
+        """Add the blocks that ``cached`` brings to the requests of ``rows``."""
+        grown = [i for i, ids in enumerate(cached.new_block_ids) if ids is not None]
+        if grown:
             self.states.append_blocks(
-                [int(rows[place]) for place in grown],
-                [cached.new_block_ids[place] for place in grown],
+                [int(rows[i]) for i in grown],
+                [cached.new_block_ids[i] for i in grown],
             )
 
     def _touch(self, rows: Sequence[int]) -> None:
+        """Have no slot trust that the requests of ``rows`` are as they were."""
         for batch in self.slots:
             batch.touch(rows)
 
@@ -111,8 +124,9 @@ class InputPreparer:
     def _write_steady(
         self, inputs: ModelInput, batch: SlotBatch, cached: CachedRequestData, target: InputBuffers
     ) -> None:
-        """The same requests as last time in this slot, each decoding one token."""
-        count = inputs.num_reqs = len(cached.req_ids)
+        """Write a microbatch of the same requests as last time in this slot, each decoding one token."""
+        count = len(cached.req_ids)
+        inputs.num_reqs = count
         self._take_blocks(cached, batch.rows)
         _fill(target.num_computed_tokens.np, count, cached.num_computed_tokens)
         target.num_scheduled_tokens.np[:count] = 1
@@ -125,37 +139,32 @@ class InputPreparer:
     def _write_mixed(
         self, inputs: ModelInput, batch: SlotBatch, output: SchedulerOutput, target: InputBuffers
     ) -> None:
-        """Any batch: prefills, chunks, requests that come or go."""
-        states, cached = self.states, output.scheduled_cached_reqs
-        new, amounts = output.scheduled_new_reqs, output.num_scheduled_tokens
-        count = inputs.num_reqs = len(amounts)
-        rows = list(map(states.index.__getitem__, cached.req_ids))
+        """Write any microbatch: prefills, chunks, requests that come or go.
+
+        Requests stand in three orders. First cached ones, then new ones, as the scheduling output lists
+        them. Then *scheduling order*, that of ``num_scheduled_tokens``, in which everybody else counts
+        rows, and where requests that begin anew can stand before others. Then *batch order*, in which
+        vLLM's runner wants them."""
+        cached = output.scheduled_cached_reqs
+        amounts = output.num_scheduled_tokens
+        count = len(amounts)
+        inputs.num_reqs = count
+        rows = list(map(self.states.index.__getitem__, cached.req_ids))
         self._take_blocks(cached, rows)
         tokens = self._tokens_of_cached(cached, rows, amounts)
-        req_ids, rows = cached.req_ids, rows + inputs.new_rows
-        starts = cached.num_computed_tokens
-        if new:
-            req_ids = req_ids + [request.req_id for request in new]
-            starts = starts + [request.num_computed_tokens for request in new]
-            for request, row in zip(new, inputs.new_rows, strict=True):
-                first = request.num_computed_tokens
-                tokens.append(states.prefills[row][first : first + amounts[request.req_id]])
-        # In the order of ``num_scheduled_tokens``, which is what everybody else counts rows in
-        # (requests that begin anew can stand before others there), and then in the batch's.
+        tokens += self._tokens_of_new(output, inputs.new_rows)
+        rows = rows + inputs.new_rows
+        new = output.scheduled_new_reqs
+        req_ids = cached.req_ids + [request.req_id for request in new]
+        starts = cached.num_computed_tokens + [request.num_computed_tokens for request in new]
         order = None if list(amounts) == req_ids else scheduling_order(req_ids, amounts)
         scheduled = _fill(target.num_scheduled_tokens.np, count, amounts.values())
-        drafts = output.scheduled_spec_decode_tokens
-        target.num_drafts.np[:count] = 0
-        if drafts:
-            target.num_drafts.np[:count] = [len(drafts.get(req_id, ())) for req_id in amounts]
-            needed, room = count + sum(map(len, drafts.values())), len(target.logits_indices.np)
-            # The engine fits drafts into these rows before it schedules (``Speculation.fit``), and
-            # leaves all of them out where that fails.
-            assert needed <= room, f"{needed} rows of logits, of {room} at most"
-        if (places := batch_order(scheduled)) is not None:
-            order = places if order is None else order[places]
-            scheduled[:] = scheduled[places]
-            target.num_drafts.np[:count] = target.num_drafts.np[places]
+        self._write_drafts(output, target)
+        in_batch = batch_order(scheduled)
+        if in_batch is not None:
+            order = in_batch if order is None else order[in_batch]
+            scheduled[:] = scheduled[in_batch]
+            target.num_drafts.np[:count] = target.num_drafts.np[in_batch]
         req_ids = _permuted(req_ids, order)
         if not batch.same(req_ids):
             batch.resolve(req_ids, _permuted(rows, order))
@@ -165,32 +174,68 @@ class InputPreparer:
             _fill(target.input_ids.np, inputs.num_tokens, chain.from_iterable(ordered_tokens))
         samples = self._write_layout(inputs, batch, target)
         batch.decoding = samples == count
-        ordered = self._batch_rows[:count] if places is None else np.argsort(places)
-        sampled = ordered[states.decoding[batch.rows[ordered]]]
-        inputs.logits_rows = target.first_logits.np[sampled].astype(np.int64)
+        # Rows of the batch in scheduling order.
+        ordered = self._batch_rows[:count] if in_batch is None else np.argsort(in_batch)
+        inputs.logits_rows = self._logits_rows(batch, target, ordered)
+
+    def _write_drafts(self, output: SchedulerOutput, target: InputBuffers) -> None:
+        """Write the number of drafts of each request, in scheduling order."""
+        amounts = output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        count = len(amounts)
+        target.num_drafts.np[:count] = 0
         if drafts:
-            each = 1 + target.num_drafts.np[sampled]
-            behind = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-            inputs.logits_rows = np.repeat(inputs.logits_rows, each) + behind
+            target.num_drafts.np[:count] = [len(drafts.get(req_id, ())) for req_id in amounts]
+            needed = count + sum(map(len, drafts.values()))
+            room = len(target.logits_indices.np)
+            # The engine fits drafts into these rows before it schedules (``Speculation.fit``), and
+            # leaves all of them out where that fails.
+            assert needed <= room, f"{needed} rows of logits, of {room} at most"
+
+    def _logits_rows(self, batch: SlotBatch, target: InputBuffers, ordered: Int64) -> Int64:
+        """Rows of logits from which tokens are drawn, by request in scheduling order: of each that
+        samples its last token's, and behind that its drafts'. ``ordered`` are the rows of the batch in
+        scheduling order."""
+        sampled = ordered[self.states.decoding[batch.rows[ordered]]]
+        first: Int64 = target.first_logits.np[sampled].astype(np.int64)
+        drafts = target.num_drafts.np[sampled]
+        if not drafts.any():
+            return first
+        sizes = 1 + drafts
+        offsets = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        rows: Int64 = np.repeat(first, sizes) + offsets
+        return rows
+
+    def _tokens_of_new(self, output: SchedulerOutput, rows: list[int]) -> list[Sequence[int]]:
+        """Token ids of each new request, which come from its prefill."""
+        tokens: list[Sequence[int]] = []
+        for request, row in zip(output.scheduled_new_reqs, rows, strict=True):
+            first = request.num_computed_tokens
+            last = first + output.num_scheduled_tokens[request.req_id]
+            tokens.append(self.states.prefills[row][first:last])
+        return tokens
 
     def _tokens_of_cached(
         self, cached: CachedRequestData, rows: list[int], amounts: dict[str, int]
     ) -> list[Sequence[int]]:
-        """Token ids of each cached request; those of its prefill that were left out are filled in."""
+        """Token ids of each cached request. Those of a prefill, which may be left out, are filled in."""
         tokens: list[Sequence[int]] = list(cached.new_token_ids) or [()] * len(rows)
         if not all(tokens):
-            for place, row in enumerate(rows):
-                if not tokens[place]:
-                    first = cached.num_computed_tokens[place]
-                    last = first + amounts[cached.req_ids[place]]
-                    tokens[place] = self.states.prefills[row][first:last]
+            for i, row in enumerate(rows):
+                if not tokens[i]:
+                    first = cached.num_computed_tokens[i]
+                    last = first + amounts[cached.req_ids[i]]
+                    tokens[i] = self.states.prefills[row][first:last]
         return tokens
 
-    # -- what both paths share ------------------------------------------------------------------
+    # -- parts of both paths --------------------------------------------------------------------
 
     def _write_layout(self, inputs: ModelInput, batch: SlotBatch, target: InputBuffers) -> int:
-        """All that follows from rows, computed and scheduled tokens; returns how many sample."""
-        inputs.req_ids, count, states = batch.req_ids, inputs.num_reqs, self.states
+        """Write everything that follows from rows, computed and scheduled tokens; returns the number of
+        requests that sample."""
+        states = self.states
+        count = inputs.num_reqs
+        inputs.req_ids = batch.req_ids
         target.rows.np[:count] = batch.rows
         computed = target.num_computed_tokens.np[:count]
         scheduled = target.num_scheduled_tokens.np[:count]
@@ -255,13 +300,14 @@ class InputPreparer:
 
 
 def _fill(target: NDArray[Any], count: int, values: Iterable[int]) -> Int32:
-    """Write exactly ``count`` numbers to the front of an int32 array; returns that part. ``struct``
-    takes half of the time of ``np.fromiter``, and raises ``struct.error`` if there are more or less.
-    There are as many tokens as were scheduled: the engine has some token for each that was drawn or
-    whose request fails (``engine.iteration.resolve``)."""
+    """Write exactly ``count`` numbers to the front of an int32 array; returns that part. Raises
+    struct.error: there are more or fewer. There are as many tokens as were scheduled: the engine has
+    some token for each that was drawn or whose request fails (``engine.iteration.resolve``)."""
+    # `struct` takes half of the time of `np.fromiter`.
     struct.pack_into(f"{count}i", target.data, 0, *values)
     return target[:count]
 
 
 def _permuted(values: list[T], order: Int64 | None) -> list[T]:
-    return values if order is None else [values[place] for place in order]
+    """``values`` in the given order; None leaves them as they are."""
+    return values if order is None else [values[i] for i in order]
