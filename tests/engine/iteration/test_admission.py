@@ -1,8 +1,9 @@
-"""Requests whose parameters are nested: those that are served can be sent to a worker."""
+"""Requests whose parameters no worker can have: nested too deep, or beyond what a float32 can be."""
 
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
@@ -56,3 +57,10 @@ def test_the_reason_names_the_parameter():
         "its parameters (vllm_xargs, kv_transfer_params) are nested more than 500 levels deep"
     )
     assert not reason(SamplingParams())
+
+
+@given(st.floats(0, 1, exclude_min=True))
+def test_a_logit_can_be_divided_by_a_penalty_that_is_served(penalty):
+    if not reason(SamplingParams(repetition_penalty=penalty)):
+        with np.errstate(over="raise"):
+            assert np.isfinite(np.float32(1e4) / np.float32(penalty))

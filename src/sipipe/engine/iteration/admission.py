@@ -20,6 +20,9 @@ MOST_NESTED = 500
 """Levels of lists and objects that a request's parameters may have. They are sent to the workers as a
 pickle, whose writer ends with a RecursionError short of 1,000, and with it the engine."""
 
+LEAST_REPETITION = 1e-30
+"""Repetition penalty by which a logit can be divided and still be a float32."""
+
 
 def refusal(request: Request, known: Request | None, vllm_config: VllmConfig) -> str:
     """Why ``request`` cannot be served; empty where it can. ``known`` has its id and has not left: a
@@ -109,6 +112,11 @@ def _refusal_of_parameters(request: Request) -> str:
     params = request.sampling_params
     if params is None:
         return ""
+    if params.repetition_penalty < LEAST_REPETITION:
+        return (
+            f"repetition_penalty {params.repetition_penalty:g} is too small: logits divided by it are "
+            "infinite"
+        )
     structured = params.structured_outputs
     schema = structured.json if structured is not None else None
     if is_nested(params.extra_args):
