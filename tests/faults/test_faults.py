@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from tests.engine.forks import Forked
-from tests.faults import clients, soak, suite, week
+from tests.faults import clients, session_soak, soak, suite, week
 from tests.faults.kinds import KINDS
 from tests.faults.suite import BAD, KEPT, STREAMS, page
 
@@ -85,6 +85,14 @@ def test_the_documented_soak_is_what_was_found():
     assert "WRONG" not in kept["ends"]
     for row in kept["rows"]:
         assert all(row["last"][what] <= count for what, count in row["first"].items()), row
+
+
+def test_the_documented_sessions_are_what_was_found():
+    kept = documented("session_soak", session_soak)
+    assert kept["minutes"] >= 10
+    ends = kept["ends"]
+    assert not any(ends.get(word) for word in ("WRONG", "HUNG", "FAILED"))
+    assert all(ends[f"pause {mode}"] for mode in ("abort", "wait", "keep"))
 
 
 def test_the_documented_week_is_what_was_found():
