@@ -66,7 +66,6 @@ NOT_YET = frozenset(
         "engine/scheduling",
         "engine/setup",
         "engine/start",
-        "ipc/link",
         "worker/hooks",
     }
 )

@@ -1,7 +1,7 @@
-"""What :mod:`.cuda_ipc` asks of the CUDA driver and of torch.
+"""The CUDA device of a link between GPUs: memory, events and copies, by the driver and by torch.
 
-It has run on one GPU, between two processes, **never between GPUs** (docs/gpu.md). All else is
-tested with a stand-in that keeps CUDA's order: copies happen later, in a stream.
+It has run on one GPU, between two processes, **never between GPUs** (docs/gpu.md). Everything else
+is tested with a stand-in that keeps CUDA's order: copies happen later, in a stream.
 
 Memory that another process maps comes from the driver (``cuMemAlloc``), not from torch's
 allocator, whose blocks share an allocation and, with expandable segments, cannot be exported.
@@ -18,11 +18,13 @@ from sipipe.gpu_slices import named_slices
 
 _IPC_HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-_HOST, _DEVICE = 1, 2  # CUmemorytype
+_HOST = 1  # CUmemorytype
+_DEVICE = 2
 
 
 class CudaDriver:
-    """The driver, about its thread's current CUDA device; ``copies``: the stream of all copies."""
+    """The CUDA driver, for the calling thread's current device. ``copies`` is the stream of all
+    copies."""
 
     def __init__(self, copies: Any) -> None:
         self._index = torch.cuda.current_device()
@@ -33,24 +35,29 @@ class CudaDriver:
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a matrix to page-locked host memory, in one copy whatever lies between its rows; both
-        are of one type, with contiguous rows, and kept until that is done."""
+        """Copy a matrix from the device to page-locked host memory, in one copy whatever lies between
+        its rows. Both have one dtype and contiguous rows, and the caller keeps them until the copy is
+        done."""
         assert source.dtype == target.dtype
         assert source.stride(1) == target.stride(1) == 1
-        size, (rows, columns) = source.element_size(), source.shape
-        # A CUDA_MEMCPY2D: of each side x, y, what it is, and a host's address, a device's, an array's.
-        here = (0, 0, _DEVICE, 0, source.data_ptr(), 0, source.stride(0) * size)
-        there = (0, 0, _HOST, target.data_ptr(), 0, 0, target.stride(0) * size)
-        matrix = (ctypes.c_uint64 * 16)(*here, *there, columns * size, rows)
+        size = source.element_size()
+        rows, columns = source.shape
+        # The fields of a CUDA_MEMCPY2D. For each side: x, y, the kind of memory, its address if it is a
+        # host's, a device's or an array's, and the bytes from row to row.
+        source_side = (0, 0, _DEVICE, 0, source.data_ptr(), 0, source.stride(0) * size)
+        target_side = (0, 0, _HOST, target.data_ptr(), 0, 0, target.stride(0) * size)
+        fields = (ctypes.c_uint64 * 16)(*source_side, *target_side, columns * size, rows)
         stream = ctypes.c_void_p(self.copies.cuda_stream)
-        self._driver_call("cuMemcpy2DAsync_v2", ctypes.byref(matrix), stream)
+        self._driver_call("cuMemcpy2DAsync_v2", ctypes.byref(fields), stream)
 
     def _driver_call(self, name: str, *arguments: Any) -> None:
-        self._call("cuCtxSetCurrent", self._context)  # a thread of ours has none of its own
+        """Call a function of the driver in the device's context. Raises ResourceError: it fails."""
+        self._call("cuCtxSetCurrent", self._context)  # a thread of SiPipe's has no context yet
         self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self._driver, name)(*arguments):
+        error = getattr(self._driver, name)(*arguments)
+        if error:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(error, ctypes.byref(text))
             raise ResourceError(
@@ -60,14 +67,14 @@ class CudaDriver:
 
 
 class CudaDevice(CudaDriver):
-    """What links between GPUs ask of it. No method waits for the device, but for :meth:`unmap`."""
+    """The device of a link between GPUs. Only :meth:`unmap` waits for it."""
 
     def __init__(self) -> None:
         super().__init__(torch.cuda.Stream(torch.cuda.current_device()))
         self.uuid = gpu_name(self._index)
 
     def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
-        """Refuse a tensor that is elsewhere."""
+        """Raise UnsupportedError if ``tensor`` is on another device."""
         if not tensor.is_cuda or tensor.device.index != self._index:
             raise UnsupportedError(
                 f"{link} carries tensors on cuda:{self._index} and {key!r} is on {tensor.device}; "
@@ -75,7 +82,8 @@ class CudaDevice(CudaDriver):
             )
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
-        """Memory as bytes [nbytes], and the handle by which another process maps it."""
+        """Allocate memory. Returns it as uint8 [nbytes], and the handle by which another process maps
+        it."""
         memory = _Memory(self, nbytes)
         handle = _Handle()
         self._driver_call("cuIpcGetMemHandle", ctypes.byref(handle), memory.address)
@@ -83,7 +91,8 @@ class CudaDevice(CudaDriver):
         return torch.as_tensor(memory, device=f"cuda:{self._index}"), bytes(handle)
 
     def map(self, handle: bytes, uuid: str) -> int:
-        """The address of another process's memory, which lies on the device ``uuid``."""
+        """Map another process's memory, which is on the device ``uuid``; returns its address. Raises
+        UnsupportedError: this device cannot reach it."""
         self._check_peer(uuid)
         address = ctypes.c_uint64()
         self._driver_call(
@@ -95,7 +104,7 @@ class CudaDevice(CudaDriver):
         return address.value
 
     def unmap(self, address: int) -> None:
-        """Undo :meth:`map`, when the copies so far are done."""
+        """Undo :meth:`map`, after waiting for the copies so far."""
         # wait: none of its own, `stall_timeout` for the iteration; the device
         self.copies.synchronize()
         self._driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
@@ -111,8 +120,10 @@ class CudaDevice(CudaDriver):
         return torch.cuda.Event.from_ipc_handle(torch.device("cuda", self._index), handle)
 
     def copy(self, to: int, tensor: torch.Tensor) -> None:
-        """Copy a contiguous tensor; its memory is kept until that is done."""
-        tensor.record_stream(self.copies)  # torch's allocator gives it to nobody until then
+        """Queue a copy of a contiguous tensor to the address ``to``."""
+        tensor.record_stream(
+            self.copies
+        )  # torch's allocator keeps its memory until the copy is done
         self._driver_call(
             "cuMemcpyAsync",
             ctypes.c_uint64(to),

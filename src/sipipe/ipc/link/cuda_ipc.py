@@ -53,10 +53,14 @@ class CudaIpcSending(ShmSending):
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         super().__init__(endpoint, sock)
         self._device = CudaDevice()
-        self._base = 0  # address of buffer 0 here
+        self._base = 0
+        """Address of buffer 0 in this process; 0 while there is none."""
         self._filled: list[Any] = []
+        """This process's events, recorded when a buffer has been written."""
         self._freed: list[Any] = []
+        """The receiver's events, recorded when a buffer has been read."""
         self._talk: socket.socket | None = None
+        """Socket on which handles are swapped, while they are."""
         self._closed = False
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
@@ -69,24 +73,24 @@ class CudaIpcSending(ShmSending):
         return True  # nothing is copied by the caller, only queued
 
     def _make_room(self, total: int) -> None:  # noqa: ARG002 - the receiver allocates
-        """Swap handles with the receiver, on a socket of our own that goes along. It answers when
-        it next takes; whoever waits for releases meanwhile reads the other socket."""
+        """Swap handles with the receiver, on a socket that is sent along. The receiver answers when it
+        takes next. A thread that waits for releases meanwhile reads the link's own socket."""
         endpoint = self._endpoint
         self._unmap()
         events = [self._device.event() for _ in range(endpoint.depth)]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
-            with theirs:
-                self._connection.send(MEMORY, theirs.fileno())
-            self._talk = ours
+        talk, receiver_talk = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with talk:
+            with receiver_talk:
+                self._connection.send(MEMORY, receiver_talk.fileno())
+            self._talk = talk
             if self._closed:  # interrupt() may have looked before the line above
                 raise LinkClosedError(f"{endpoint.describe()}: closed")
-            ours.settimeout(endpoint.stall_timeout)
+            talk.settimeout(endpoint.stall_timeout)
             try:
                 # wait: the link's `stall_timeout`; the next stage, its death, `interrupt`
-                ours.send(msgspec.msgpack.encode([handle for _, handle in events]))
+                talk.send(msgspec.msgpack.encode([handle for _, handle in events]))
                 # wait: the link's `stall_timeout`; the next stage, its death, `interrupt`
-                answer = ours.recv(_MAX_MESSAGE)
+                answer = talk.recv(_MAX_MESSAGE)
             except TimeoutError:
                 raise StallError(
                     f"{endpoint.describe()}: the next stage gave no memory within "
@@ -107,7 +111,8 @@ class CudaIpcSending(ShmSending):
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
         assert self._base, "announce comes first"
-        device, buffer = self._device, header.frame % self._endpoint.depth
+        device = self._device
+        buffer = header.frame % self._endpoint.depth
         device.copies.wait_event(after)
         device.copies.wait_event(self._freed[buffer])
         start = self._base + buffer * self._size
@@ -124,7 +129,8 @@ class CudaIpcSending(ShmSending):
     def interrupt(self) -> None:
         self._closed = True
         super().interrupt()
-        if (talk := self._talk) is not None:
+        talk = self._talk
+        if talk is not None:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 talk.shutdown(socket.SHUT_RDWR)
 
@@ -133,6 +139,7 @@ class CudaIpcSending(ShmSending):
         super().close()
 
     def _unmap(self) -> None:
+        """Unmap the receiver's buffers, if they are mapped."""
         if self._base:
             self._device.unmap(self._base)
             self._base = 0

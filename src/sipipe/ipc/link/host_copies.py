@@ -142,8 +142,8 @@ class Arrivals:
         self._copied[frame] = copied
 
     def join(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What the calling thread launches from now on may use ``tensors``, all copies of which have
-        been asked for."""
+        """Let what the calling thread launches from now on use ``tensors``, all copies of which are
+        queued."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_stream(self._copies)
         for tensor in tensors.values():

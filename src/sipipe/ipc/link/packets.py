@@ -1,4 +1,4 @@
-"""What packets of a link say, and the Unix packet socket that carries them within a host.
+"""Packets of a link, and the Unix packet socket that carries them within a host.
 
 ``DATA`` announces one frame and is the only packet of a steady iteration. ``SCHEMA`` precedes the
 first frame of a new tensor schema and has its description as body. ``RELEASE`` flows backwards
@@ -18,13 +18,14 @@ from sipipe.ipc.errors import PeerDiedError
 from sipipe.linux import pidfd_open
 
 SLICE = 5.0
-"""Seconds of one wait."""
+"""Seconds of one wait. While this process is stopped the clock goes on, and of that time no more than
+one slice counts."""
 _FIELDS = struct.Struct("<BQQIQ")
 HEADER_BYTES = _FIELDS.size
 
 
 class Kind(enum.IntEnum):
-    """What a packet says."""
+    """Kinds of packets."""
 
     SCHEMA = 1
     DATA = 2
@@ -34,29 +35,34 @@ class Kind(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """One header; fields that a kind does not need are 0."""
+    """Header of a packet. Fields that a kind does not need are 0."""
 
     kind: int
     frame: int = 0
-    """Counts a link's frames from 0; frame f lies in buffer f mod ``depth``. HELLO: the process."""
+    """Number of the frame, from 0 on each link. Frame f lies in buffer f mod ``depth``. A HELLO has the
+    sender's process id here."""
     iteration: int = 0
     num_tokens: int = 0
     fingerprint: int = 0
+    """Fingerprint of the tensors' schema."""
 
 
 def pack(header: Header, body: bytes = b"") -> bytes:
+    """A packet."""
     return _FIELDS.pack(*header) + body
 
 
 def unpack(packet: memoryview) -> Header:
-    """The header of a whole packet; the body is ``packet[HEADER_BYTES:]``."""
-    return Header(*_FIELDS.unpack_from(packet))
+    """The header of a packet, whose body is ``packet[HEADER_BYTES:]``."""
+    return Header._make(_FIELDS.unpack_from(packet))
 
 
 class PacketConnection:
-    """Wraps a connected socket, which it owns. One thread at a time receives; any number send. The
-    peer's death is the end of the socket or, once :meth:`watch` was called, the end of its process:
-    a child that the peer forked (a compiler, say) may hold the socket open long after."""
+    """A connected socket, which this object closes. One thread at a time receives; any number send.
+
+    The peer is dead at the end of its socket or, once :meth:`watch` was called, at the end of its
+    process: a child that the peer has forked, such as a compiler, may hold the socket open for
+    long."""
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self._sock = sock
@@ -66,15 +72,16 @@ class PacketConnection:
         self._poll.register(sock, select.POLLIN)
 
     def watch(self, pid: int) -> None:
-        """The peer is process ``pid``. Called by the thread that receives."""
+        """Watch process ``pid``, which is the peer's. Called by the thread that receives."""
         if pid != os.getpid() and self._pidfd < 0:
-            # Gone already, and so is its end of the socket; or no process's number at all.
+            # The process is gone already, and so is its end of the socket; or it is no process id.
             with contextlib.suppress(OSError, OverflowError):
                 self._pidfd = pidfd_open(pid)
                 self._poll.register(self._pidfd, select.POLLIN)
 
     def send(self, packet: bytes, descriptor: int | None = None) -> None:
-        """Send one packet, and a descriptor if given. PeerDiedError: the peer is gone, or `interrupt`."""
+        """Send one packet, with ``descriptor`` if there is one. Raises PeerDiedError: the peer is gone, or
+        :meth:`interrupt` was called."""
         try:
             if descriptor is None:
                 # wait: none: there is room for the packets of all frames that may be on their
@@ -88,12 +95,14 @@ class PacketConnection:
             raise self.died() from None
 
     def receive(self, packet: bytearray, timeout: float) -> int | None:
-        """Bytes of the next packet, or None when ``timeout`` seconds passed. Raises PeerDiedError:
-        the peer is gone, and everything that it sent has been received."""
-        gone = waited = False
+        """Wait for the next packet; returns its bytes, or None after ``timeout`` seconds. Raises
+        PeerDiedError: the peer is gone, and everything that it sent has been received."""
+        gone = False
+        waited = False
         while True:
             try:
-                if size := self._sock.recv_into(packet, 0, socket.MSG_DONTWAIT):
+                size = self._sock.recv_into(packet, 0, socket.MSG_DONTWAIT)
+                if size:
                     return size
                 break
             except BlockingIOError:
@@ -102,11 +111,10 @@ class PacketConnection:
                 if waited:
                     return None
             except ConnectionResetError:
-                # A peer that closed with packets unread; what it sent before comes behind this.
+                # The peer closed with packets unread. What it sent before comes behind this error.
                 continue
             except OSError:
                 break
-            # Of time in which this process was stopped no more than one slice counts.
             part = min(timeout, SLICE)
             timeout -= part
             waited = timeout <= 0
@@ -115,7 +123,8 @@ class PacketConnection:
         raise self.died()
 
     def receive_descriptor(self) -> int:
-        """The descriptor with the next packet; the caller closes it. PeerDiedError: none came."""
+        """The descriptor that comes with the next packet; the caller closes it. Raises PeerDiedError:
+        none came."""
         with contextlib.suppress(OSError):
             # wait: none of its own, `stall_timeout` for the iteration: the peer sends it with the
             # packet before; it, the peer's death, `interrupt`
@@ -125,18 +134,19 @@ class PacketConnection:
         raise self.died()
 
     def died(self) -> PeerDiedError:
-        """What to raise when the peer is gone without a goodbye."""
+        """The error to raise when the peer is gone without a goodbye."""
         return PeerDiedError(f"{self._who} died; its own log says why")
 
     def interrupt(self, goodbye: bytes) -> None:
-        """Send ``goodbye`` and end the connection; the descriptors stay until :meth:`close`."""
+        """Send ``goodbye`` and end the connection. The descriptors stay open until :meth:`close`, so
+        that a thread that waits on one never waits on another file of that number."""
         with contextlib.suppress(OSError):
             self._sock.send(goodbye, socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         self._sock.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)

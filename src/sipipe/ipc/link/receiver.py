@@ -112,25 +112,28 @@ class Receiver:
         bound: float,
         into: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The rest of an iteration whose first piece has come, and all of it."""
+        """Receive the rest of an iteration whose first piece has come; returns the whole tensors."""
         assert not self._held, "its pieces may need the buffers that are held"
-        schema, most = self._transport.schema(header), self._endpoint.buffer_tokens
+        schema = self._transport.schema(header)
+        most = self._endpoint.buffer_tokens
         assert schema is not None
         expected = schema.at(num_tokens).expected
         arrivals = self._arrivals
         if arrivals is not None:
             # Not in `into`, which the iteration before may still be read from: the copies would
-            # wait for that, the sender's next pieces for them, and we for those.
-            whole = arrivals.room(expected)
+            # wait for that, the sender's next pieces for the copies, and this thread for the pieces.
+            targets = arrivals.room(expected)
         else:
             device = next(iter(tensors.values())).device
-            whole = {
+            targets = {
                 key: into[key][:num_tokens]
                 if key in into
                 else torch.empty(shape, dtype=dtype, device=device)
                 for key, dtype, shape in expected
             }
-        for k, (count, places) in enumerate(schema.pieces(list(whole.values()), num_tokens, most)):
+        for k, (count, places) in enumerate(
+            schema.pieces(list(targets.values()), num_tokens, most)
+        ):
             if k:
                 self._give_back(header.frame)
                 header, tensors = self._next(header.iteration, count, bound)
@@ -140,9 +143,9 @@ class Receiver:
             for place, tensor in zip(places, tensors.values(), strict=True):
                 place.copy_(tensor)
         if arrivals is not None:
-            arrivals.join(whole)
+            arrivals.join(targets)
         self._hold(header)
-        return whole
+        return targets
 
     def _hold(self, header: Header) -> None:
         with self._holding:
@@ -162,13 +165,13 @@ class Receiver:
             self._arrivals.give_back(frame)
 
     def _release_frame(self, frame: int) -> None:
-        """By the thread that takes, or the arrivals' own."""
+        """Give a frame's buffer back now. The thread that takes calls it, or the arrivals' own."""
         with self._holding:
             if not self._closed:
                 self._transport.release(frame)
 
     def _fail(self, error: Exception) -> None:
-        """What ended the arrivals' thread, for the next :meth:`take`."""
+        """Have the next :meth:`take` raise what ended the arrivals' thread."""
         self._error = self._error or error
 
     def interrupt(self) -> None:

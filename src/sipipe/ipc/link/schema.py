@@ -23,23 +23,24 @@ import torch
 from sipipe.ipc.memory import PAGE, round_up
 
 TOKENS = -1
-"""Stands in a shape for the dimension that counts tokens."""
+"""Placeholder in a shape for the dimension that counts tokens."""
 
 ALIGNMENT = 64
-"""Bytes; every tensor of a buffer starts on a cache line (and an AVX-512 register)."""
+"""Bytes. Every tensor of a buffer starts on a cache line, as an AVX-512 register likes it."""
 
 _REMEMBERED = 4096
+"""Numbers of tokens whose shapes a schema remembers."""
 
 
 class FrameShape(NamedTuple):
-    """A schema at one number of tokens; one entry for each tensor."""
+    """A schema at one number of tokens."""
 
     sizes: tuple[int, ...]
-    """Bytes."""
+    """Bytes of each tensor."""
     nbytes: int
-    """Of all tensors together."""
+    """Bytes of all tensors together."""
     expected: tuple[tuple[str, Any, tuple[int, ...]], ...]
-    """Key, dtype and shape."""
+    """Key, dtype and shape of each tensor."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -47,9 +48,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     key: str
     dtype: str
-    """torch's own name without the module, such as ``"bfloat16"``."""
+    """torch's name of the dtype without the module, such as ``"bfloat16"``."""
     shape: tuple[int, ...]
-    """Dimensions, :data:`TOKENS` where the number of tokens stands (at most once)."""
+    """Dimensions, with :data:`TOKENS` in the place of the number of tokens, at most once."""
 
 
 class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -59,9 +60,10 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @classmethod
     def capture(cls, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> TensorSchema:
-        """Read the schema off one iteration's tensors; TypeError: a value is none. The token
-        dimension is the first that is ``num_tokens`` long; a tensor without one has a fixed shape.
-        A wrong guess is corrected by the next iteration that does not fit, which captures anew."""
+        """Read the schema off one iteration's tensors. The token dimension is the first that is
+        ``num_tokens`` long; a tensor without one has a fixed shape. A wrong guess is corrected by the
+        next iteration that does not fit, whose schema is captured anew. Raises TypeError: a value is
+        no tensor."""
         specs = []
         for key, tensor in tensors.items():
             shape = getattr(tensor, "shape", None)
@@ -86,7 +88,8 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def parts(
         self, tensors: Mapping[str, torch.Tensor], num_tokens: int
     ) -> list[torch.Tensor] | None:
-        """``tensors`` in order, or None if they have not exactly this schema at ``num_tokens``."""
+        """``tensors`` in the schema's order; None if they have not exactly this schema at
+        ``num_tokens``."""
         if len(tensors) != len(self.specs):
             return None
         parts = []
@@ -108,38 +111,44 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return {}
 
     def at(self, num_tokens: int) -> FrameShape:
-        """Shapes and sizes for ``num_tokens`` tokens, remembered."""
-        if (frame := self._shapes.get(num_tokens)) is None:
+        """Shapes and sizes for ``num_tokens`` tokens, which are remembered."""
+        frame = self._shapes.get(num_tokens)
+        if frame is None:
             if len(self._shapes) == _REMEMBERED:
                 self._shapes.clear()
-            expected, sizes = [], []
+            expected = []
+            sizes = []
             for spec in self.specs:
                 shape = tuple(num_tokens if size == TOKENS else size for size in spec.shape)
                 dtype = getattr(torch, spec.dtype)
                 expected.append((spec.key, dtype, shape))
                 sizes.append(math.prod(shape) * dtype.itemsize)
-            frame = self._shapes[num_tokens] = FrameShape(tuple(sizes), sum(sizes), tuple(expected))
+            frame = FrameShape(sizes=tuple(sizes), nbytes=sum(sizes), expected=tuple(expected))
+            self._shapes[num_tokens] = frame
         return frame
 
     def pieces(
         self, parts: Sequence[torch.Tensor], num_tokens: int, most: int
     ) -> list[tuple[int, list[torch.Tensor]]]:
-        """``parts`` cut after every ``most`` tokens: how many tokens, and views of them. What has
-        no tokens is whole in every piece."""
+        """Cut ``parts`` after every ``most`` tokens. Returns the number of tokens of each piece, and
+        views of its tensors. A tensor without tokens is in every piece."""
         if num_tokens <= most:
             return [(num_tokens, list(parts))]
-        found = []
+        pieces = []
         for start in range(0, num_tokens, most):
             count = min(most, num_tokens - start)
-            found.append((count, [
-                part.narrow(spec.shape.index(TOKENS), start, count) if TOKENS in spec.shape else part
+            views = [
+                part.narrow(spec.shape.index(TOKENS), start, count)
+                if TOKENS in spec.shape
+                else part
                 for spec, part in zip(self.specs, parts, strict=True)
-            ]))  # fmt: skip
-        return found
+            ]
+            pieces.append((count, views))
+        return pieces
 
     def offsets(self, max_tokens: int) -> tuple[int, ...]:
-        """Byte offset of each tensor in a buffer made for ``max_tokens`` tokens, then the end: the
-        same whatever an iteration's own number."""
+        """Byte offset of each tensor in a buffer for ``max_tokens`` tokens, then the end. They are the
+        same for iterations with fewer tokens."""
         offsets = [0]
         for size in self.at(max_tokens).sizes:
             offsets.append(offsets[-1] + round_up(size, ALIGNMENT))
@@ -147,12 +156,18 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def buffer_bytes(schema: TensorSchema, max_tokens: int) -> int:
+    """Bytes of a buffer for ``max_tokens`` tokens, in whole pages."""
     return round_up(max(1, schema.offsets(max_tokens)[-1]), PAGE)
 
 
 class Buffers:
-    """All buffers of a link, as one process sees them: ``memory`` [depth · size], uint8, which views
-    keep alive, laid out for ``max_tokens``."""
+    """All buffers of a link, as one process sees them.
+
+    Args:
+        memory: uint8, [depth · size], which views keep alive.
+        size: bytes of a buffer.
+        max_tokens: tokens for which a buffer is laid out.
+    """
 
     def __init__(self, memory: torch.Tensor, size: int, max_tokens: int) -> None:
         self._memory: Any = memory
@@ -161,13 +176,16 @@ class Buffers:
         self._views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
 
     def views(self, schema: TensorSchema, buffer: int, num_tokens: int) -> dict[str, torch.Tensor]:
-        """The tensors of a frame, in place; the dictionary is remembered and not to be changed."""
+        """The tensors of a frame, in place, by key. The dictionary is remembered, so nobody may change
+        it."""
         key = (schema.fingerprint, buffer, num_tokens)
-        if (views := self._views.get(key)) is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) == _REMEMBERED:
                 self._views.clear()
-            frame, start = schema.at(num_tokens), buffer * self._size
-            views = self._views[key] = {
+            frame = schema.at(num_tokens)
+            start = buffer * self._size
+            views = {
                 name: self._memory[start + offset : start + offset + size].view(dtype).view(shape)
                 for (name, dtype, shape), size, offset in zip(
                     frame.expected,
@@ -176,4 +194,5 @@ class Buffers:
                     strict=False,  # the last offset is the end
                 )
             }
+            self._views[key] = views
         return views

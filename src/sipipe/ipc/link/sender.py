@@ -33,38 +33,50 @@ from sipipe.ipc.link.shm import Lost, ShmSending
 from sipipe.messages.link import LinkEndpoint
 
 _SCHEMAS_REMEMBERED = 32
+"""Schemas that a sender remembers."""
 
 
 class _Job(NamedTuple):
+    """A frame that the sender's own thread sends."""
+
     header: Header
     schema: TensorSchema
     parts: list[torch.Tensor]
-    """Kept alive until they are copied."""
+    """Tensors, which the job keeps alive until they are copied."""
     after: Any
-    """For tensors on a device, the event after the kernels that make them; else None."""
+    """Event after the kernels that make the tensors, for tensors on a device; else None."""
     announce: bool
-    """Whether the schema is new to the receiver."""
+    """True if the schema is new to the receiver."""
 
 
 class Sender:
     """Sends one stage's hidden states to the next stage. Made by :func:`.open_sender`."""
 
     def __init__(self, endpoint: LinkEndpoint, transport: ShmSending, lost: Lost) -> None:
-        self._endpoint, self._lost = endpoint, lost
+        self._endpoint = endpoint
+        self._lost = lost
         self._transport = transport
-        self._schemas: dict[int, TensorSchema] = {}  # announced or about to be, oldest first
-        self._schema: TensorSchema | None = None  # the last one used
+        self._schemas: dict[int, TensorSchema] = {}
+        """Schemas that are announced or about to be, oldest first, by fingerprint."""
+        self._schema: TensorSchema | None = None
+        """Schema of the last iteration."""
         self._last_iteration = -1
         self._depth = endpoint.depth
         self._tokens = endpoint.buffer_tokens
         self._on_gpu = endpoint.device == "cuda"
-        self._given_back = [0] * endpoint.depth  # times the receiver has released each
-        self._reading = False  # whether somebody reads releases; under _progress
-        self._ends: deque[int] = deque(maxlen=endpoint.depth)  # last frames of iterations, in order
-        # Invariant: _completed <= _submitted, but for the moment between their increments in
-        # send(); equal, our thread has nothing to do and every schema in _schemas is announced.
-        self._submitted = 0  # frames; written by the thread that calls send()
-        self._completed = 0  # written by send() while both are equal, else by our thread
+        self._given_back = [0] * endpoint.depth
+        """Times that the receiver has released each buffer."""
+        self._reading = False
+        """True while a thread reads releases. Written under ``_progress``."""
+        self._ends: deque[int] = deque(maxlen=endpoint.depth)
+        """Last frames of the last iterations, in order."""
+        # Invariant: _completed <= _submitted, but for the moment between their increments in send().
+        # While they are equal, the sender's own thread has nothing to do, and every schema in
+        # _schemas is announced.
+        self._submitted = 0
+        """Frames so far. Only the thread that calls ``send`` writes it."""
+        self._completed = 0
+        """Frames that have left. ``send`` writes it while both are equal, else the own thread."""
         self._error: Exception | None = None
         self._closed = False
         # wait: held while a buffer is awaited; `close`, the other one who takes it, has ended that
@@ -102,7 +114,9 @@ class Sender:
             if self._closed or self._error is not None:
                 self._check()
             assert iteration > self._last_iteration, (iteration, self._last_iteration)
-            schema, parts, new = self._schema, None, False
+            schema = self._schema
+            parts = None
+            new = False
             if schema is not None:
                 parts = schema.parts(tensors, num_tokens)
             if schema is None or parts is None:
@@ -118,11 +132,11 @@ class Sender:
                 and not new
                 and num_tokens <= self._tokens
                 and self._transport.is_quick(nbytes)
-                and self._released(frame - self._depth, 0.0)  # else pieces are in all buffers
+                and self._released(frame - self._depth, 0.0)  # pieces may be in all buffers
             )
             if self._on_gpu and not quick:
-                # A graph's next replay overwrites its output. Rejected: that the caller waits until
-                # our thread has sent it, which waits for the device, or for buffers.
+                # A graph's next replay overwrites its output. Rejected: that the caller waits until the
+                # own thread has sent it, which waits for the device, or for buffers.
                 parts = [part.clone() for part in parts]
             jobs = [
                 _Job(
@@ -141,7 +155,8 @@ class Sender:
                     self._fail(error)
                     self._check()
                 self._completed += 1  # first, so that wait_sent() never waits for this frame
-            self._last_iteration, self._schema = iteration, schema
+            self._last_iteration = iteration
+            self._schema = schema
             self._submitted += len(jobs)
             self._ends.append(self._submitted - 1)
             if quick:
@@ -225,13 +240,15 @@ class Sender:
     # -- either thread ---------------------------------------------------------------------------
 
     def _released(self, frame: int, bound: float) -> bool:
-        """Whether the receiver has released ``frame``, or does before it releases nothing for ``bound``
-        seconds; True: no such frame. One thread at a time reads releases, and tells the other."""
-        buffer, before = frame % self._depth, frame // self._depth
-        if self._given_back[buffer] > before:
+        """Wait until the receiver has released ``frame``; False if it releases nothing for ``bound``
+        seconds. A negative ``frame`` is none, and released. One thread at a time reads releases, and
+        wakes the other."""
+        buffer = frame % self._depth
+        lap = frame // self._depth
+        if self._given_back[buffer] > lap:
             return True
         with self._progress:
-            while self._given_back[buffer] <= before:
+            while self._given_back[buffer] <= lap:
                 self._check()
                 if self._reading:
                     # wait: the link's `stall_timeout`; the thread that reads releases, `close`
@@ -250,12 +267,13 @@ class Sender:
 
     def _read_release(self, bound: float) -> bool:
         """Wait for a release, with ``_progress`` held but for the wait; False: none came."""
-        self._reading, released = True, None
+        self._reading = True
+        released = None
         self._progress.release()
         try:
             released = self._transport.next_release(bound)
         except SiPipeError as error:
-            self._fail(error)  # the caller says which was first
+            self._fail(error)  # the caller raises the first error
             return True
         finally:
             self._progress.acquire()  # wait: held for moments
@@ -286,7 +304,8 @@ class Sender:
             self._transport.interrupt()  # a send() that waits for a buffer ends now
 
     def _transmit_next(self) -> bool:
-        """In a function of its own, so that a frame's tensors are let go when it is sent."""
+        """Send the next frame; False at the end. It is a function of its own, so that a frame's tensors
+        are freed when it is sent."""
         job = self._jobs.get()  # wait: none, between frames; `send`, `close`
         if job is None:
             return False

@@ -34,13 +34,14 @@ from sipipe.linux import memfd_create
 from sipipe.messages.link import LinkEndpoint
 
 QUICK_BYTES = 256 << 10
-"""Copied in 3 to 15 µs; more is cheaper to hand to a thread, as far as the caller goes."""
+"""Bytes of a frame that the caller's own thread copies, in 3 to 15 µs. Of more it is cheaper for the
+caller to hand them to a thread."""
 SCHEMAS_REMEMBERED = 64
-"""By a receiver: twice as many as a sender remembers, so that it never forgets one in use."""
+"""Schemas that a receiver remembers: twice as many as a sender, so that it never forgets one in use."""
 _MAX_PACKET = 1 << 16
 MEMORY = b"m"
-"""The packet that the memfd comes with. A packet of its own: reading every packet in the way that
-takes descriptors would cost every iteration some microseconds."""
+"""Packet with which the memfd comes. It has one of its own, because reading every packet in the way
+that takes descriptors would cost each iteration some microseconds."""
 
 # For copies of a few microseconds: a thread that gives the GIL away may wait milliseconds for it.
 _move_holding_gil = ctypes.PYFUNCTYPE(
@@ -49,35 +50,39 @@ _move_holding_gil = ctypes.PYFUNCTYPE(
 
 
 class Announcement(msgspec.Struct, array_like=True, frozen=True):
-    """The body of a SCHEMA packet."""
+    """Body of a SCHEMA packet."""
 
     schema: TensorSchema
     buffer_bytes: int
+    """Bytes of a buffer from now on."""
     new_memory: bool
-    """Whether a packet with a descriptor follows: larger buffers from the next frame on."""
+    """True if a packet with a descriptor follows, for larger buffers from the next frame on."""
 
 
 Lost = Callable[[Exception], None]
-"""Told by a thread of a link what ends it: an idle process asks for nothing."""
+"""Takes, from a thread of a link, the error that ends the link. An idle process would not see it
+otherwise."""
 
 
 class ShmSending:
-    """The sender's end, and what other transports inherit: it moves frames, and knows no
-    iterations. Within a host the two ends are made in any order, and neither waits for the other.
-    ``announce`` and ``transmit`` are called by one thread at a time, ``next_release`` by another at
-    the same time, ``interrupt`` by any."""
+    """The sender's end, from which other transports inherit. It moves frames, and knows no iterations.
+
+    Within a host the two ends are made in any order, and neither waits for the other. One thread at a
+    time calls ``announce`` and ``transmit``; another may call ``next_release`` at the same time, and
+    any ``interrupt``."""
 
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         self._endpoint = endpoint
         self._connection = PacketConnection(sock, f"{endpoint.describe()}: the next stage")
         self._buffers: Buffers | None = None
-        self._size = 0  # bytes of a buffer, so far
+        self._size = 0
+        """Bytes of a buffer so far."""
         self._packet = bytearray(HEADER_BYTES)
         self._departures = Departures() if endpoint.by_host else None
         _greet(self._connection)
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:  # noqa: ARG002
-        """What :meth:`transmit` has to wait for: an event, or None. A transport may replace ``parts``,
+        """The event for which :meth:`transmit` has to wait, or None. A transport may replace ``parts``,
         the schema's tensors, by contiguous ones."""
         for part in parts:
             if not part.is_cpu:
@@ -87,21 +92,25 @@ class ShmSending:
         return None
 
     def is_quick(self, nbytes: int) -> bool:
-        """Whether a frame of ``nbytes`` bytes is quick enough for the caller's own thread."""
+        """True if a frame of ``nbytes`` bytes is quick enough for the caller's own thread."""
         return self._departures is None and nbytes <= QUICK_BYTES
 
     def announce(self, schema: TensorSchema) -> None:
         """Describe a schema to the receiver and make room for it; may wait for the receiver."""
-        need = buffer_bytes(schema, self._endpoint.buffer_tokens)
-        grow = need > self._size
-        self._size = max(need, self._size)
-        body = msgspec.msgpack.encode(Announcement(schema, self._size, grow))
-        self._connection.send(pack(Header(Kind.SCHEMA, fingerprint=schema.fingerprint), body))
-        if grow:
+        size = buffer_bytes(schema, self._endpoint.buffer_tokens)
+        grows = size > self._size
+        self._size = max(size, self._size)
+        announcement = Announcement(schema, self._size, new_memory=grows)
+        header = Header(Kind.SCHEMA, fingerprint=schema.fingerprint)
+        self._connection.send(pack(header, msgspec.msgpack.encode(announcement)))
+        if grows:
             self._make_room(self._size * self._endpoint.depth)
 
     def _make_room(self, total: int) -> None:
-        endpoint, descriptor = self._endpoint, -1
+        """Make ``total`` bytes of buffers, and hand them to the receiver. Raises ResourceError: there is
+        not that much memory."""
+        endpoint = self._endpoint
+        descriptor = -1
         try:
             descriptor = memfd_create("sipipe-link")
             os.ftruncate(descriptor, total)
@@ -121,9 +130,12 @@ class ShmSending:
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
-        """Send one frame, after ``after``; its buffer is free, its schema announced. On return
-        ``parts`` may be overwritten, on a device by work that is queued behind
-        :meth:`order_after_copies`. Copied without an OpenMP team, as ``HostDevice.fetch`` does."""
+        """Send one frame once the event ``after`` is reached. Its buffer is free, and its schema
+        announced. On return ``parts`` may be overwritten, on a device by work that is queued behind
+        :meth:`order_after_copies`.
+
+        Memory is moved and not copied by torch, whose OpenMP team would slow the forward pass down, as
+        ``Device.fetch`` explains."""
         assert self._buffers is not None, "announce comes first"
         shape = schema.at(header.num_tokens)
         buffer = header.frame % self._endpoint.depth
@@ -141,11 +153,12 @@ class ShmSending:
         self._connection.send(pack(header))
 
     def order_after_copies(self) -> None:
-        """Put what the caller's device does from now on behind the copies transmitted so far:
-        nothing here, where a frame's bytes have been read when it is transmitted."""
+        """Order what the caller's device does from now on behind the copies so far. Here nothing is to
+        be done: a frame's bytes have been read when ``transmit`` returns."""
 
     def next_release(self, timeout: float) -> int | None:
-        """A frame whose buffer came back, or None when ``timeout`` seconds passed."""
+        """Wait for a frame whose buffer the receiver gives back; None after ``timeout`` seconds. Raises
+        PeerDiedError, LinkClosedError: none will come back."""
         while (size := self._connection.receive(self._packet, timeout)) is not None:
             header = unpack(memoryview(self._packet)[:size])
             if header.kind == Kind.RELEASE:
@@ -177,12 +190,13 @@ class ShmReceiving:
         _greet(self._connection)
 
     def receive(self, timeout: float) -> Header | None:
-        """The header of the next frame, or None when ``timeout`` seconds passed. Raises
-        PeerDiedError, LinkClosedError: there will be none."""
+        """Wait for the header of the next frame; None after ``timeout`` seconds. Raises PeerDiedError,
+        LinkClosedError: there will be none."""
         deadline = time.monotonic() + timeout
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            if (size := self._connection.receive(self._packet, left)) is None:
+            seconds = max(0.0, deadline - time.monotonic())
+            size = self._connection.receive(self._packet, seconds)
+            if size is None:
                 return None
             header = unpack(self._view[: max(size, HEADER_BYTES)])
             if header.kind == Kind.DATA:
@@ -195,12 +209,14 @@ class ShmReceiving:
                 self._learn(self._view[HEADER_BYTES:size])
 
     def schema(self, header: Header) -> TensorSchema | None:
-        """What the frame's tensors are; None if that was never announced."""
+        """The schema of the frame's tensors; None if it was never announced."""
         return self._schemas.get(header.fingerprint)
 
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:
-        """The frame's tensors, complete and in place; the dictionary is not to be changed."""
-        if (schema := self.schema(header)) is None or self._buffers is None:
+        """The frame's tensors, complete and in place. The caller must not change the dictionary. Raises
+        TransferMismatchError: their schema was never announced."""
+        schema = self.schema(header)
+        if schema is None or self._buffers is None:
             raise TransferMismatchError(
                 f"{self._endpoint.describe()}: iteration {header.iteration} has a tensor schema "
                 "that was never announced"
@@ -208,8 +224,8 @@ class ShmReceiving:
         return self._buffers.views(schema, header.frame % self._endpoint.depth, header.num_tokens)
 
     def release(self, frame: int) -> None:
-        """Give a frame's buffer back to the sender; does nothing if that is gone."""
-        with contextlib.suppress(PeerDiedError):  # the next receive() says what became of it
+        """Give a frame's buffer back to the sender, if that is still there."""
+        with contextlib.suppress(PeerDiedError):  # the next receive() raises it
             self._connection.send(pack(Header(Kind.RELEASE, frame)))
 
     def interrupt(self) -> None:
@@ -220,7 +236,7 @@ class ShmReceiving:
         self._buffers = None
 
     def _learn(self, body: memoryview) -> None:
-        """Take in a schema, which comes before its first frame, and the memory it brings."""
+        """Take in a schema, which comes before its first frame, and the memory that comes with it."""
         news = msgspec.msgpack.decode(body, type=Announcement)
         if news.new_memory:
             descriptor = self._connection.receive_descriptor()
@@ -228,13 +244,14 @@ class ShmReceiving:
                 self._buffers = self._open_room(descriptor, news.buffer_bytes)
             finally:
                 os.close(descriptor)
-        # Announced again: it becomes the newest, as it does for the sender.
+        # A schema that is announced again becomes the newest, as it does for the sender.
         self._schemas.pop(news.schema.fingerprint, None)
         self._schemas[news.schema.fingerprint] = news.schema
         if len(self._schemas) > SCHEMAS_REMEMBERED:
             del self._schemas[next(iter(self._schemas))]
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:
+        """The buffers, each of ``size`` bytes, in the memory that came as ``descriptor``."""
         endpoint = self._endpoint
         locked_for = endpoint.describe() if endpoint.by_host else ""
         memory = map_memory(descriptor, size * endpoint.depth, locked_for=locked_for)
@@ -242,5 +259,6 @@ class ShmReceiving:
 
 
 def _greet(connection: PacketConnection) -> None:
-    with contextlib.suppress(PeerDiedError):  # the first send or take says so
+    """Tell the peer this process's id."""
+    with contextlib.suppress(PeerDiedError):  # the first send or take raises it
         connection.send(pack(Header(Kind.HELLO, os.getpid())))

@@ -84,7 +84,7 @@ class TriedEnd(Generic[E]):
         ).start()
 
     def report(self) -> TrialReport:
-        """What came of the trial, once it has ended or its time is up."""
+        """The report of the trial, once it has ended or its time is up."""
         left = self._trial.seconds - (time.monotonic() - self._began)
         # wait: the trial's, 30 s or the rest of `stall_timeout`; its thread
         self._reported.wait(max(0.0, left))
