@@ -160,9 +160,9 @@ def test_it_runs_through_without_a_gpu(tmp_path, models):
     status, lines = check(tmp_path, ",".join(gpu_check.STEPS), "--without-gpu", str(path))
     assert status == 0, [line for line in lines if "failed" in line]
     ran = {line["step"]: line["found"] for line in lines if "found" in line}
-    assert set(ran) == {"versions", "stock", "one", "two", "two-off"}
+    assert set(ran) == {"versions", "stock", "one", "one-plain", "two", "two-off"}
     skipped = {line["skipped"] for line in lines if line["step"] not in ran}
     assert skipped == {"no CUDA"}
-    for name in ("stock", "one", "two", "two-off"):
+    for name in ("stock", "one", "one-plain", "two", "two-off"):
         assert len(ran[name]["answers"]) == 16
         assert set(ran[name]["runs"]) == {"greedy 16", "all 16"}
