@@ -87,7 +87,7 @@ class Pipeline:
         )
         self._head_drafts: HeadDrafts | None = None
         if head_of(setup.vllm_config) is not None:
-            self._head_drafts = HeadDrafts(self._tracker, self._last.draft, setup.drafts)
+            self._head_drafts = HeadDrafts(self._tracker, self._last.draft)
             self._resolving.append(self._head_drafts.fail)
         self._loaded = False
 

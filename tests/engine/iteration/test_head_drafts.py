@@ -28,7 +28,9 @@ def iteration(number, *rows):
 
 def made(*gone, steps=2):
     sent = []
-    drafts = HeadDrafts(Tracker(*gone), sent.append, steps)
+    drafts = HeadDrafts(Tracker(*gone), sent.append)
+    assert drafts.steps == 0, "nobody waits before there is a scheduler"
+    drafts.steps = steps
     return drafts, sent
 
 
@@ -109,7 +111,8 @@ def test_asking_that_fails_ends_no_engine(caplog):
     def send(_):
         raise OSError("no such host")
 
-    drafts = HeadDrafts(Tracker(), send, 2)
+    drafts = HeadDrafts(Tracker(), send)
+    drafts.steps = 2
     drafts.ask(iteration(3, "a"), [("a", [3])])
     assert "asking a head for drafts failed" in caplog.text
     assert drafts.sent() == 0, "nobody waits for a request that was not sent"

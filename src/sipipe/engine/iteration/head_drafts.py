@@ -39,12 +39,13 @@ class _Asked:
 class HeadDrafts:
     """Requests for drafts, and drafts that have come."""
 
-    def __init__(self, tracker: RequestTracker, send: Callable[[bytes], None], steps: int) -> None:
-        """``send`` hands a message to the last stage's workers; ``steps``: drafts of a request at most."""
+    def __init__(self, tracker: RequestTracker, send: Callable[[bytes], None]) -> None:
+        """``send`` hands a message to the last stage's workers."""
         self._tracker = tracker
         self._send = send
-        self.steps = steps
-        """Drafts that are asked for; the scheduler sets it by what they are worth. 0: none are."""
+        self.steps = 0
+        """Drafts that are asked for, as the scheduler sets it by what they are worth; 0: none are. So
+        none are asked for before it is there, as in the self-test of a start."""
         self.pass_seconds = 0.0
         """Seconds that the head takes for one draft of each request of a microbatch, lately."""
         # wait: held while a request is sent (10 s, `PIPE_SECONDS`); nobody waits under it but on its

@@ -255,6 +255,7 @@ class HeadSpeculation(Speculation):
         super().__init__(*args)
         self._awaited: list[int] = []
         """Iterations whose tokens were taken in since the last microbatch was made."""
+        self._scheduler.head_drafts.steps = self._scheduler.num_spec_tokens
         self._chances = [1.0] * self._scheduler.num_spec_tokens
         """Probability of each draft, if those before it are right, lately."""
 
