@@ -39,17 +39,21 @@ DRAFTS = {
     "prompt_lookup_min": 2,
 }
 SCHEDULERS = [PipelineScheduler, AsyncPipelineScheduler]
+ENGINES = [(PipelineScheduler, 1), (PipelineScheduler, 2), (AsyncPipelineScheduler, 2)]
+"""Schedulers, and stages; nothing is ahead of one microbatch."""
 
 
-@pytest.fixture(params=SCHEDULERS)
+@pytest.fixture(params=ENGINES)
 def engine(request, configs):  # noqa: F811
-    return WholeEngine(request.param, configs(2), blocks=BLOCKS)
+    scheduler, stages = request.param
+    return WholeEngine(scheduler, configs(stages), blocks=BLOCKS)
 
 
-@pytest.fixture(params=SCHEDULERS)
+@pytest.fixture(params=ENGINES)
 def small(request, configs):  # noqa: F811
     """An engine whose cache is full with two sequences."""
-    return WholeEngine(request.param, configs(2, enable_prefix_caching=False), blocks=FEW)
+    scheduler, stages = request.param
+    return WholeEngine(scheduler, configs(stages, enable_prefix_caching=False), blocks=FEW)
 
 
 def test_turns_of_a_session_end_with_their_tokens(engine):
