@@ -15,8 +15,12 @@ import time
 from pathlib import Path
 from random import Random
 
-from tests.faults import clients, stock
+from tests.faults import bombs, clients, crowd, stock
 from tests.faults.kinds import KINDS, scenario
+
+SERVED = (clients, bombs, crowd)
+"""Kinds about whole servers, each with ``KINDS`` and ``run``."""
+SERVED_KINDS = [name for module in SERVED for name in module.KINDS]
 
 STREAMS = 32
 KEPT = Path(__file__).parent
@@ -154,6 +158,7 @@ def in_stock(options):
     yield from stock.run(names, options.seed, print)
     for row in clients.run(options.only, options.seed, options.scale, print, stock=True):
         yield row["kind"], row
+    bombs.run(options.only, options.seed, options.scale, print, stock=True)
 
 
 def main():
@@ -188,7 +193,8 @@ def main():
     served = []
     if not options.scenarios:
         only, seed, scale = options.only, options.seed, options.scale
-        served = clients.run(only, seed, scale, lambda *said: print(*said, flush=True))
+        for module in SERVED:
+            served += module.run(only, seed, scale, lambda *said: print(*said, flush=True))
     rows = table(run(asked, parallel=options.parallel, each=each)) if asked else []
     rows += served
     sums = {key: sum(row[key] for row in rows) for key in ("injected", "recovered", "error", *BAD)}
@@ -201,7 +207,7 @@ def main():
         if options.only:  # the others' rows stay
             others = {row["kind"]: row for row in kept["rows"]}
             others |= {row["kind"]: row for row in rows}
-            names = [*(kind.name for kind in KINDS), *clients.KINDS]
+            names = [*(kind.name for kind in KINDS), *SERVED_KINDS]
             rows = [others[name] for name in names if name in others]
         today = time.strftime("%Y-%m-%d")
         found = {"seed": options.seed, "machine": machine(), "date": today, "rows": rows}

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from tests.engine.forks import Forked
-from tests.faults import clients, session_soak, soak, suite, week
+from tests.faults import bombs, session_soak, soak, suite, week
 from tests.faults.kinds import KINDS
 from tests.faults.suite import BAD, KEPT, STREAMS, page
 
@@ -74,7 +74,10 @@ def documented(name, of):
 
 def test_the_documented_table_is_what_was_found():
     kept = documented("faults", suite)
-    assert {row["kind"] for row in kept["rows"]} == {*(kind.name for kind in KINDS), *clients.KINDS}
+    assert {row["kind"] for row in kept["rows"]} == {
+        *(kind.name for kind in KINDS),
+        *suite.SERVED_KINDS,
+    }
     assert sum(row["injected"] for row in kept["rows"]) >= 500
     assert not any(row[key] for row in kept["rows"] for key in BAD)
 
@@ -100,3 +103,27 @@ def test_the_documented_week_is_what_was_found():
     assert not week.grown(kept["looks"])
     assert not week.slowed(kept["looks"])
     assert kept["counts"]["done"] + kept["counts"]["aborted"] == kept["requests"]
+
+
+def test_a_bomb_has_a_name_of_its_own_and_most_have_stocks_answer():
+    known = json.loads(bombs.KEPT.read_text())
+    labels = [label for made in bombs.BOMBS.values() for label, _, _ in made()]
+    assert len(labels) == len(set(labels)) >= 400
+    assert set(known) <= set(labels)
+    assert len(known) >= 400
+
+
+@pytest.mark.parametrize(
+    ("status", "stock", "worse"),
+    [
+        (200, 200, False),
+        (400, 500, False),
+        (500, 400, True),
+        (500, 500, False),
+        (0, 200, True),
+        (500, "ended", False),
+        (0, 500, True),
+    ],
+)
+def test_an_answer_that_is_worse_than_stocks(status, stock, worse):
+    assert bombs.worse(status, stock) == worse
