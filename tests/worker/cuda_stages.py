@@ -327,7 +327,7 @@ class Rig:
             loop.sharing.writer = stage
         loop.open(OpenChannels(logits=self.channel.endpoint))
         loop.running._publisher._progress = SteppedCondition(self)
-        loop.running._late._came = SteppedTokens(self, stage)
+        loop.running._late._inputs = SteppedTokens(self, stage)
         if self.shared and not stage:
             loop.running._projection._progress = SteppedCondition(self)
         self.preparing.append(Preparing(self, loop))
