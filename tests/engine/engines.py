@@ -7,6 +7,7 @@ takes most of a test's time. A test that interferes with an engine starts its ow
 
 import atexit
 import contextlib
+import copy
 import importlib.util
 import json
 import os
@@ -22,6 +23,9 @@ import pytest
 from benchmarks.make_model.checkpoint import make_model
 from tests.engine import goldens
 from tests.engine.forks import Forked
+from tokenizers import Tokenizer
+
+from sipipe.engine.start.prompt_text import tokens_behind_text
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see make setup", allow_module_level=True)
@@ -341,17 +345,37 @@ def same_tokens(found, stock) -> None:
         assert tokens(said) == tokens(expected)
 
 
+def with_comparable_texts(results, model_path, batches) -> list[list[dict]]:
+    """``results`` without the texts that stock has wrong: where a prompt of token ids ends inside a
+    character, it says the prompt's text as well, or nothing at all (vllm#48853). SiPipe's are
+    tested by themselves (tests/engine/start/test_prompt_text.py)."""
+    file = Path(model_path) / "tokenizer.json"
+    if not file.exists():
+        return results
+    tokenizer = Tokenizer.from_file(str(file))
+    results = copy.deepcopy(results)
+    for batch, requests in zip(batches, results, strict=False):
+        for prompt, said in zip(batch["prompts"], requests, strict=False):
+            if said is None or not isinstance(prompt, list):  # aborted, or text
+                continue
+            if tokens_behind_text(tokenizer, prompt, True):
+                for output in said["outputs"]:
+                    output.pop("text", None)
+    return results
+
+
 def assert_stock(found, model_path, batches, same=same_tokens, **engine) -> None:
     """Fail unless ``same(found, stock's results)`` holds without an AssertionError.
 
     A processor of another make may round another way than the one that the kept results are of,
     so a difference from them is looked at again beside stock vLLM on this machine.
     """
+    found = with_comparable_texts(found, model_path, batches)
     kept = stock_results(model_path, batches, **engine)
     try:
-        same(found, kept)
+        same(found, with_comparable_texts(kept, model_path, batches))
     except AssertionError:
         here = goldens.again(model_path, batches, engine, run_stock)
         if here == kept:
             raise
-        same(found, here)
+        same(found, with_comparable_texts(here, model_path, batches))

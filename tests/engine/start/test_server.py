@@ -234,6 +234,16 @@ def test_a_death_is_seen_and_the_server_comes_back(models, tmp_path):
         )
 
 
+ON_DEMAND = (
+    "sipipe.tools",
+    "sipipe.cli",
+    "sipipe.kv_files",
+    "sipipe.engine.self_test",
+    "sipipe.worker.hooks.head",
+)
+"""Commands; a connector that is named; what families run that are not verified; draft heads."""
+
+
 def check_reach(log):
     """An engine that serves imports nearly all of the code: what no user reaches is not kept."""
     imported = set(re.findall(r"^import time:.*\| +(sipipe[.\w]*)$", log, re.MULTILINE))
@@ -243,7 +253,7 @@ def check_reach(log):
     for file in source.rglob("*.py"):
         name = ".".join(("sipipe", *file.relative_to(source).with_suffix("").parts))
         name = name.removesuffix(".__init__").removesuffix(".__main__")
-        if name.startswith(("sipipe.tools", "sipipe.cli")):
+        if name.startswith(ON_DEMAND):
             continue
         count = len(file.read_text().splitlines())
         lines += count
