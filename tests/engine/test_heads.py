@@ -46,20 +46,19 @@ def long_greedy():
 )
 def test_greedy_tokens_are_stocks_and_drafts_as_often_right(models, kind, pp):
     """Drafts as often right as in stock, where target and head are in one process, say that taps,
-    positions and the head's KV cache are right, which no token shows. vLLM's own scheduler knows no
-    times of stages, so that all drafts are made: of so small a model few are worth it."""
+    positions and the head's KV cache are right, which no token shows. Of so small a model few drafts
+    are worth it: those of the first positions, which are right more often than the later ones."""
     path, drafts = head(models, kind)
     plain = run_engine(path, long_greedy())
     stock, by_stock = run(path, long_greedy(), speculative_config=drafts)
     assert stock == plain
-    settings = {"sipipe": {"samplers": 2, "scheduler": "vllm"}, "pipeline_parallel_size": pp}
+    settings = {**SAMPLERS, "pipeline_parallel_size": pp}
     found, counted = run(path, long_greedy(), speculative_config=drafts, **settings)
     said, expected = (with_comparable_texts(it, path, long_greedy()) for it in (found, plain))
     assert said == expected
-    # The last drafts of a request are trimmed here; stock verifies them for nothing.
-    assert 0.85 * by_stock[OFFERED] <= counted[OFFERED] <= by_stock[OFFERED], (counted, by_stock)
-    rate, theirs = counted[ACCEPTED] / counted[OFFERED], by_stock[ACCEPTED] / by_stock[OFFERED]
-    assert rate == pytest.approx(theirs, rel=0.1), (counted, by_stock)
+    assert 0 < counted[OFFERED] <= by_stock[OFFERED], (counted, by_stock)
+    rate = counted[ACCEPTED] / counted[OFFERED]
+    assert rate >= 0.9 * by_stock[ACCEPTED] / by_stock[OFFERED], (counted, by_stock)
 
 
 @pytest.mark.ci

@@ -33,6 +33,11 @@ def executor_config(**parallel):
     return config
 
 
+def no_self_test(_):
+    """The self-test of a family that is verified."""
+    return SimpleNamespace(begin=lambda: None, compare=lambda *_: None)
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A host that shows two GPUs."""
@@ -265,6 +270,7 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor, "describe_setup", lambda _: [])
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
+    monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
 
     def start():
         kept.append(executor.Executor(executor_config()))
@@ -321,6 +327,7 @@ def sharing_executor(monkeypatch):
     monkeypatch.setattr(executor, "describe_setup", lambda _: [])
     monkeypatch.setattr(executor, "claim", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
+    monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
     made = executor.Executor(executor_config())
     made.compile_or_warm_up_model()
     return made

@@ -88,7 +88,7 @@ class SelfTest:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._model = setup.vllm_config.model_config
-        self._name = next(iter(self._model.architectures), "this model")
+        self._name = next(iter(self._model.architectures or ()), "this model")
         self._verified = False
         self._reference: Reference | None = None
 
