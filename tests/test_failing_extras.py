@@ -83,6 +83,7 @@ def test_nobody_moves_where_the_balance_fails(monkeypatch):
     )
     output = SimpleNamespace(
         finished_req_ids=set(),
+        preempted_req_ids=set(),
         scheduled_new_reqs=[],
         scheduled_cached_reqs=cached,
         num_scheduled_tokens={},

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -21,11 +22,11 @@ LOG_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 
 def check_environment() -> None:
     """Read each of vLLM's environment variables that is set. Raises ConfigError, which names it."""
-    table = _table()
+    conversions = _conversions()
     # Not all of them: reading one that is not set may set it (the name of a shared buffer).
-    for name in sorted(os.environ.keys() & table.environment_variables.keys()):
+    for name in sorted(os.environ.keys() & conversions.keys()):
         try:
-            table.environment_variables[name]()
+            conversions[name]()
         except Exception as error:  # whatever its conversion raises
             raise ConfigError(environment_error(name, error)) from None
     _check_logging()
@@ -43,8 +44,18 @@ def environment_error(name: str, error: Exception) -> str:
     return f"{name}: {reason}" if value is None else f'{name}="{value[:60]}": {reason}'
 
 
-def _table() -> ModuleType:
-    """The module ``vllm.envs``, of which vLLM imports nothing else."""
+def _conversions() -> Mapping[str, Callable[[], object]]:
+    """By name what vLLM reads each variable with: of the module ``vllm.envs``, which imports nothing
+    else of vLLM. Empty where another version of vLLM has no such table."""
+    try:
+        module = _environment_module()
+    except Exception:  # whatever another version's code raises; vLLM says it itself when it is used
+        return {}
+    found: Mapping[str, Callable[[], object]] = getattr(module, "environment_variables", {})
+    return found
+
+
+def _environment_module() -> ModuleType:
     if "vllm.envs" in sys.modules:
         return sys.modules["vllm.envs"]
     # ``find_spec`` of a submodule would import vLLM; of the package it does not.

@@ -182,21 +182,21 @@ HAZARDS = {
         CudaStageDevice, "fetch", "event.record(self._copies)", "event.record(after.place[0])",
     ),
     "logits being copied are given back to the allocator": (
-        Publisher, "_do", "ran = device.wait(",
-        "launched.logits = None; ran = device.wait(",
+        Publisher, "_wait", "ended = device.wait(",
+        "launched.logits = None; ended = device.wait(",
     ),
     "pages are not locked": (
         CudaStageDevice, "lock_pages", "memory.nbytes, 0)", "1, 0)",
     ),
     "the entry is committed before the copy has ended": (
-        Publisher, "_do", "launched.last if copied is None else copied", "launched.last",
+        Publisher, "_wait", "launched.last if copied is None else copied", "launched.last",
     ),
     "an iteration is reported before the device has run it": (
-        Publisher, "_do", "device.wait(launched.last if copied is None else copied)", "0",
+        Publisher, "_wait", "device.wait(launched.last if copied is None else copied)", "0",
     ),
     "the mark after an iteration comes before the head": (
         SampledStage, "run",
-        "launched.output = ", "early = self._device.mark(); launched.output = ",
+        "launched.output = self._draws", "early = self._device.mark(); launched.output = self._draws",
         "launched.last = self._device.mark()", "launched.last = early",
     ),
     "the graph's output is sent while the next replay overwrites it": (
@@ -228,11 +228,11 @@ HAZARDS = {
     ),
     "what builders copy is page-locked, and written again": (
         InputBuffers, "__init__",
-        "self.lengths = own(torch.int32, requests)",
+        "self.lengths = zeros(torch.int32, requests)",
         "self.lengths = Buffer(torch.zeros(requests, dtype=torch.int32, pin_memory=pinned))",
     ),
     "a batch is not padded": (
-        Copied, "_padded", "_pad_requests(source, count, requests, used)", "pass",
+        Copied, "_padded", "_pad_requests(source, inputs.num_reqs, requests, used)", "pass",
     ),
     "new blocks of a request are left out": (
         Copied, "begin", "if ids is not None:", "if False:",
@@ -270,7 +270,8 @@ HAZARDS = {
         Tables, "__init__", "torch.int32, 2)", "torch.int32, 1)",
     ),
     "tokens drawn on the device are told before they have come": (
-        Publisher, "_do", "launched.output.get_output()", "launched.output.model_runner_output",
+        Publisher, "_send_report", "launched.output.get_output()",
+        "launched.output.model_runner_output",
     ),
     "tokens drawn on the device are read by who launches": (
         SomeDrawnHere, "_drawn", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
@@ -310,7 +311,7 @@ SHARED_HAZARDS = {
         ProjectionThread, "_do", "ran = device.wait(", "del logits; ran = device.wait(",
     ),
     "a part is multiplied in the stage's own stream": (
-        CudaStageDevice, "use", "torch.cuda.set_stream(self._own)", "pass",
+        CudaStageDevice, "use", "torch.cuda.set_stream(self._stream)", "pass",
     ),
 }  # fmt: skip
 """Faults where the output projection is shared out."""

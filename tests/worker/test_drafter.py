@@ -205,7 +205,7 @@ def test_what_nobody_asks_for_is_let_go():
         assert len(made._kept) <= SLOTS
 
 
-def test_a_head_that_fails_is_answered_for(caplog):
+def test_a_head_that_fails_is_answered_for():
     inputs, source, state, tables, _ = prepared([(9, 1, 0, 4), (0, 5, 0, 9)])
     made, answers = stage(source, state, tables, Head(RuntimeError("out of memory")))
     made.keep(inputs)
@@ -217,4 +217,3 @@ def test_a_head_that_fails_is_answered_for(caplog):
         )
     assert [answer.drafts for answer in answers] == [b"", b""]
     assert made.done == 2
-    assert caplog.text.count("out of memory") >= 1

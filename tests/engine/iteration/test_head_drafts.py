@@ -107,14 +107,13 @@ def test_a_failure_of_the_engine_ends_the_wait():
     assert found == [{3: {}}]
 
 
-def test_asking_that_fails_ends_no_engine(caplog):
+def test_asking_that_fails_ends_no_engine():
     def send(_):
         raise OSError("no such host")
 
     drafts = HeadDrafts(Tracker(), send)
     drafts.steps = 2
     drafts.ask(iteration(3, "a"), [("a", [3])])
-    assert "asking a head for drafts failed" in caplog.text
     assert drafts.sent() == 0, "nobody waits for a request that was not sent"
     assert drafts.take([3]) == {}
 

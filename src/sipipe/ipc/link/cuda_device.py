@@ -121,9 +121,8 @@ class CudaDevice(CudaDriver):
 
     def copy(self, to: int, tensor: torch.Tensor) -> None:
         """Queue a copy of a contiguous tensor to the address ``to``."""
-        tensor.record_stream(
-            self.copies
-        )  # torch's allocator keeps its memory until the copy is done
+        # torch's allocator keeps its memory until the copy is done.
+        tensor.record_stream(self.copies)
         self._driver_call(
             "cuMemcpyAsync",
             ctypes.c_uint64(to),

@@ -108,9 +108,8 @@ class TriedEnd(Generic[E]):
         closing = threading.Thread(target=self._close, daemon=True)
         if self._reported.is_set():
             closing.start()
-            closing.join(
-                CLOSE_SECONDS
-            )  # wait: 5 s (`CLOSE_SECONDS`); the thread that closes the end
+            # wait: 5 s (`CLOSE_SECONDS`); the thread that closes the end
+            closing.join(CLOSE_SECONDS)
         if not self._reported.is_set() or closing.is_alive():
             self.leave()
 
