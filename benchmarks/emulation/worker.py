@@ -216,6 +216,7 @@ class EmulatedWorker(WorkerBase):
     place: StagePlace
     draws = True
     reserved = 0
+    speculator = None
     beside: _ProjectionBeside | None = None
     """This stage's part of the output projection, beside its forward passes."""
 
