@@ -51,8 +51,8 @@ def _conversions() -> Mapping[str, Callable[[], object]]:
         module = _environment_module()
     except Exception:  # whatever another version's code raises; vLLM says it itself when it is used
         return {}
-    found: Mapping[str, Callable[[], object]] = getattr(module, "environment_variables", {})
-    return found
+    conversions: Mapping[str, Callable[[], object]] = getattr(module, "environment_variables", {})
+    return conversions
 
 
 def _environment_module() -> ModuleType:
