@@ -45,8 +45,8 @@ def environment_error(name: str, error: Exception) -> str:
 
 
 def _conversions() -> Mapping[str, Callable[[], object]]:
-    """By name what vLLM reads each variable with: of the module ``vllm.envs``, which imports nothing
-    else of vLLM. Empty where another version of vLLM has no such table."""
+    """Return vLLM's conversion of each variable by its name, from the module ``vllm.envs``, which
+    imports nothing else of vLLM. Empty where another version of vLLM has no such table."""
     try:
         module = _environment_module()
     except Exception:  # whatever another version's code raises; vLLM says it itself when it is used
