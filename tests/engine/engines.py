@@ -361,6 +361,7 @@ def with_comparable_texts(results, model_path, batches) -> list[list[dict]]:
             if tokens_behind_text(tokenizer, prompt, True):
                 for output in said["outputs"]:
                     output.pop("text", None)
+                    output.pop("stop_reason", None)  # of a stop string, which the text has
     return results
 
 
