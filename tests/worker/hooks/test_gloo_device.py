@@ -19,13 +19,19 @@ def gloo_threads() -> int:
     return names.count("gloo_tcp_loop")
 
 
+def listens() -> set:
+    """Addresses that this process listens at."""
+    connections = psutil.Process().net_connections("inet")
+    return {it.laddr for it in connections if it.status == "LISTEN"}
+
+
 def rank_main(rank, store):
+    inherited = listens()  # what tests before have left open in this test's process
     with one_gloo_device():
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         groups = [dist.new_group([0, 1], backend="gloo") for _ in range(4)]
     assert gloo_threads() == 1
-    ports = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
-    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
+    assert {address.ip for address in listens() - inherited} == {"127.0.0.1"}
     for number, group in enumerate(groups):
         value = torch.full((1000,), rank + number, dtype=torch.float32)
         dist.all_reduce(value, group=group)
