@@ -40,8 +40,8 @@ from sipipe.errors import tell
 from sipipe.private import (
     UnusableError,
     cache_base,
+    code_directory,
     named_directory,
-    private_directory,
     refused,
 )
 
@@ -79,11 +79,11 @@ def cache_directory(package: str) -> Path:
     named = named_directory()
     if named is not None:
         try:
-            return private_directory(named, parts)
+            return code_directory(named, parts)
         except (OSError, RuntimeError, UnusableError) as error:
             raise refused(named, error) from None
     try:
-        return private_directory(cache_base(), parts)
+        return code_directory(cache_base(), parts)
     except (OSError, RuntimeError, UnusableError) as error:  # RuntimeError: this user has no home
         reason = str(error)
     directory = _in_temporary_directory(parts)
@@ -98,7 +98,7 @@ def _in_temporary_directory(parts: list[str]) -> Path:
     with contextlib.suppress(OSError, UnusableError):
         # Everybody can write in /tmp, so somebody else may have put a link there.
         if not base.is_symlink():
-            return private_directory(base, parts)
+            return code_directory(base, parts)
     directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory

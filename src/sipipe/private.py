@@ -1,7 +1,8 @@
-"""Where code is kept that is executed: a directory that nobody else can have written to.
+"""Directories that nobody else can have written to, for what SiPipe keeps from one start to the next.
 
-Used by :mod:`sipipe.jit`, whose kernels are pickles and machine code, and by the checks in the
-foreground, which import neither Numba nor LLVM: a worker that is forked later could not be set up.
+Used by :mod:`sipipe.jit`, whose kernels are pickles and machine code, by the self-test's findings, and
+by the checks in the foreground, which import neither Numba nor LLVM: a worker that is forked later
+could not be set up.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ class UnusableError(Exception):
     """A directory cannot be taken; says why."""
 
 
-def private_directory(base: Path, parts: Sequence[str], *, whole: bool = True) -> Path:
-    """The directory ``base/parts``, made unless it exists. ``base`` and all below it are this
-    user's or root's, and nobody else can write there; so are, if ``whole``, the code files in the
-    last one. What is above ``base`` is the business of whoever names it.
+def private_directory(base: Path, parts: Sequence[str]) -> Path:
+    """Return the directory ``base/parts``, made unless it exists. ``base`` and all below it are this
+    user's or root's, and nobody else can write there. What is above ``base`` is the business of
+    whoever names it.
 
-    Raises UnusableError: it is not so, or it can neither be written nor has any code in it. OSError:
-    it cannot be made."""
+    Raises UnusableError: it is not so. OSError: it cannot be made."""
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Of a base that is a link the target counts: who could exchange the link is above it.
     _check(base, base.stat(), stat.S_ISDIR, sticky=True)
@@ -37,8 +37,15 @@ def private_directory(base: Path, parts: Sequence[str], *, whole: bool = True) -
         directory = directory / part
         directory.mkdir(mode=0o700, exist_ok=True)
         _check(directory, directory.lstat(), stat.S_ISDIR)
-    if not whole:
-        return directory
+    return directory
+
+
+def code_directory(base: Path, parts: Sequence[str]) -> Path:
+    """Return the private directory ``base/parts``, whose code files are this user's or root's too.
+
+    Raises UnusableError: it is not so, or the directory can neither be written nor has any code in
+    it. OSError: it cannot be made."""
+    directory = private_directory(base, parts)
     code = [file for pattern in CODE for file in directory.glob(pattern)]
     for file in code:
         _check(file, file.lstat(), stat.S_ISREG)
@@ -112,7 +119,7 @@ def check_named_directory() -> None:
     if (named := named_directory()) is None:
         return
     try:
-        kernels = private_directory(named, ["kernels"], whole=False)
+        kernels = private_directory(named, ["kernels"])
         if not os.access(kernels, os.W_OK) and not any(kernels.glob("*/*.nbi")):
             raise UnusableError(f"{kernels} cannot be written, and has no kernels in it")
     except (OSError, RuntimeError, UnusableError) as error:

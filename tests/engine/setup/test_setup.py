@@ -256,24 +256,29 @@ def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
     assert deciding._nodes(range(2)) == [None, None]
 
 
+def make_executor(monkeypatch, decided, pipeline):
+    """An executor for which everything is ``decided``, whose processes are stood for by ``pipeline``."""
+    decided.apply = lambda: None
+    decided.vllm_config = SimpleNamespace(announced=True)
+    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
+    monkeypatch.setattr("sipipe.engine.hosts.remote.meet", lambda _: [])
+    monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
+    monkeypatch.setattr(executor, "decide", lambda _: decided)
+    monkeypatch.setattr(executor, "describe_setup", lambda _: [])
+    monkeypatch.setattr(executor, "claim", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
+    return executor.Executor(executor_config())
+
+
 def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     """In a process that vLLM forks: nobody calls the executor that vLLM has not got yet, and Python
     ends without its own end."""
     reading, writing = os.pipe()
 
     pipeline = SimpleNamespace(load=lambda: None, close=lambda: os.write(writing, b"closed"))
-    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
-    monkeypatch.setattr("sipipe.engine.hosts.remote.meet", lambda _: [])
-    bound = SimpleNamespace(cpus=set())
-    told = SimpleNamespace(announced=True)
-    decided = SimpleNamespace(apply=lambda: None, cores=bound, vllm_config=told)
-    monkeypatch.setattr(executor, "decide", lambda _: decided)
-    monkeypatch.setattr(executor, "describe_setup", lambda _: [])
-    monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
-    monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
 
     def start():
-        kept.append(executor.Executor(executor_config()))
+        kept.append(make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline))
         raise SystemExit(1)
 
     kept = []
@@ -307,10 +312,7 @@ def test_what_the_user_has_read_in_the_foreground_is_not_said_again(
 @pytest.fixture
 def sharing_executor(monkeypatch):
     """An executor that has opened a pipeline whose stages share the output projection."""
-    bound = SimpleNamespace(announced=True)
-    decided = SimpleNamespace(
-        apply=lambda: None, cores=None, vllm_config=bound, bind_scheduler=lambda _: None
-    )
+    decided = SimpleNamespace(cores=None, bind_scheduler=lambda _: None)
     answered = SimpleNamespace(result=lambda _: [])
     pipeline = SimpleNamespace(
         load=lambda: None,
@@ -321,14 +323,7 @@ def sharing_executor(monkeypatch):
         dispatcher=SimpleNamespace(settle=lambda: None),
         calls=SimpleNamespace(call=lambda *_: answered),
     )
-    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
-    monkeypatch.setattr("sipipe.engine.hosts.remote.meet", lambda _: [])
-    monkeypatch.setattr(executor, "decide", lambda _: decided)
-    monkeypatch.setattr(executor, "describe_setup", lambda _: [])
-    monkeypatch.setattr(executor, "claim", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
-    monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
-    made = executor.Executor(executor_config())
+    made = make_executor(monkeypatch, decided, pipeline)
     made.compile_or_warm_up_model()
     return made
 

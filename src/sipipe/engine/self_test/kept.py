@@ -82,4 +82,4 @@ def keep(finding: Finding) -> None:
 
 
 def _directory() -> Path:
-    return private_directory(cache_base(), [FOLDER], whole=False)
+    return private_directory(cache_base(), [FOLDER])
