@@ -16,18 +16,9 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from sipipe.engine.start import ends, plugin
 from sipipe.engine.start.ends import EngineProcesses
 from sipipe.errors import EngineDiedError
-from sipipe.ipc import last_word as words
-from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
+from sipipe.ipc.last_word import last_word, leave_last_word
 
-
-@pytest.fixture(autouse=True)
-def _a_place(monkeypatch):
-    monkeypatch.setattr(words, "_held", held := {})
-    monkeypatch.setenv(words.VARIABLE, "")
-    hold_last_word()
-    yield
-    for place in held.values():
-        os.close(int(place.name))
+pytestmark = pytest.mark.usefixtures("own_last_word")
 
 
 def _fail(status, word):
