@@ -286,6 +286,9 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
 
 
+OPTIONS = ("samplers", "inflight", "layers", "vocabulary", "trace", "trace_limit", "cores")
+"""Settings that commands of SiPipe take as options, too; the others stand in ``--additional-config``."""
+
 ONLY_SIPIPE_HAS = frozenset(
     {
         "samplers",

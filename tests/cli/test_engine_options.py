@@ -11,7 +11,7 @@ import pytest
 
 from sipipe.cli import advice, bench, bench_rows, generate, serve
 from sipipe.cli.parser import make_parser, parse_engine_command
-from sipipe.config import STEPS_ASIDE
+from sipipe.config import OPTIONS, STEPS_ASIDE, SiPipeConfig
 from sipipe.cores import Core
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
@@ -34,6 +34,21 @@ def split(*argv):
 )
 def test_what_is_not_ours_is_left_as_it_is(argv):
     assert split(*argv) == ({}, argv)
+
+
+@pytest.mark.parametrize("name", SiPipeConfig.__struct_fields__)
+def test_a_setting_is_an_option_or_is_said_to_be_none(name):
+    """Nobody is asked whether they meant the option that they gave."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from sipipe.engine.start.arguments import OneLineParser
+
+    option = f"--{name.replace('_', '-')}"
+    parser = make_parser("serve", "", add_help=False)
+    parse_engine_command(parser, ["m"])
+    assert (name in OPTIONS) == (option in parser.format_help())
+    if name not in OPTIONS:
+        with pytest.raises(ConfigError, match=rf"^{option} is no option but a setting: .*{name}"):
+            OneLineParser().parse_args([option, "1"])
 
 
 def test_ours_are_taken_from_anywhere():

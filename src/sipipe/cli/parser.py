@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from sipipe.config import SiPipeConfig
+from sipipe.config import OPTIONS, SiPipeConfig
 from sipipe.errors import ConfigError
 
 Value = TypeVar("Value")
@@ -132,9 +132,8 @@ def parse_engine_command(
             if duplicates:
                 raise ConfigError(f"--{name} and {duplicates[0]} are the same option: give it once")
             words[end:end] = [f"-{name}", str(value)]
-    names = ("samplers", "inflight", "layers", "vocabulary", "trace", "trace_limit", "cores")
     # `in` and not a test for None: null is a value, too.
-    settings = {name: vars(args)[name] for name in names if name in args}
+    settings = {name: vars(args)[name] for name in OPTIONS if name in args}
     SiPipeConfig.from_dict(settings)
     return args, settings, words
 

@@ -19,7 +19,7 @@ try:
 except ImportError:  # vLLM 0.32
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
-from sipipe.config import SiPipeConfig
+from sipipe.config import OPTIONS, SiPipeConfig
 from sipipe.engine.setup.checkpoint import check_model
 from sipipe.engine.start.plugin import EXECUTOR_NAMES, checked, register
 from sipipe.errors import ConfigError
@@ -60,7 +60,7 @@ def engine_args(args: argparse.Namespace) -> AsyncEngineArgs:
 class OneLineParser(FlexibleArgumentParser):
     """vLLM's parser; a mistake is one line that says which option was perhaps meant."""
 
-    taken: tuple[str, ...] = ("pp", "tp", *SiPipeConfig.__struct_fields__)
+    taken: tuple[str, ...] = ("pp", "tp", *OPTIONS)
     """Options that SiPipe has taken from the command line before."""
 
     def load_config_file(self, file_path: str) -> list[str]:
@@ -73,9 +73,16 @@ class OneLineParser(FlexibleArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = next((word for word in message.split() if word.startswith("--")), "")
-        options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]
-        near = difflib.get_close_matches(wrong.split("=")[0].rstrip(":"), options, n=1)
+        option = wrong.split("=")[0].rstrip(":")
         unknown = message.startswith("unrecognized arguments")
+        setting = option.removeprefix("--").replace("-", "_")
+        if unknown and setting in SiPipeConfig.__struct_fields__:
+            raise ConfigError(
+                f"{option} is no option but a setting: "
+                f'--additional-config \'{{"sipipe": {{"{setting}": ...}}}}\''
+            )
+        options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]
+        near = difflib.get_close_matches(option, options, n=1)
         lines = [line.strip() for line in message.splitlines() if "errors.pydantic.dev" not in line]
         message = " ".join(lines)
         raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))

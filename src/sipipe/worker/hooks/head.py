@@ -78,7 +78,7 @@ def tap_layers(runner: Any, speculative: Any) -> None:
 def load_speculator(runner: Any, speculative: Any) -> Any:
     """Make vLLM's speculator of ``speculative`` and load its model, beside the stage's of ``runner``.
 
-    Raises UnsupportedError: the head reads what is not hosted here."""
+    Raises UnsupportedError: the head reads what is not hosted here, or is none of this method."""
     from vllm.v1.worker.gpu.spec_decode import init_speculator
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
         TargetDependentARSpeculator,
@@ -98,7 +98,13 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
             )
         lend = partial(_lend_embedding, runner, utils.maybe_share_target_embed)
         with patch.object(utils, "maybe_share_target_embed", lend):
-            speculator.load_model(runner.model)
+            try:
+                speculator.load_model(runner.model)
+            except (ValueError, KeyError, AttributeError) as error:
+                raise UnsupportedError(
+                    f'--speculative-config: "{speculative.model}" cannot be loaded as a head of method '
+                    f'"{speculative.method}" for this model: {" ".join(str(error).split())[:200]}'
+                ) from error
     return speculator
 
 
