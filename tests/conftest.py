@@ -1,6 +1,7 @@
 """What several rooms' tests share, and which tests run beside which (`make test`)."""
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,17 @@ WHOLE = (
 def models(tmp_path_factory) -> Path:
     """Where generated checkpoints live for the session."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A test leaves no variable behind: vLLM's parsers set some, and a server that a later test starts
+    would take them for the user's."""
+    before = dict(os.environ)
+    yield
+    if before != dict(os.environ):
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

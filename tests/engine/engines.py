@@ -34,6 +34,9 @@ HERE = Path(__file__).parent
 GPU = Path("/dev/nvidiactl")
 """There where a GPU is: processes are started as a user's are, none forked from a test's."""
 SECONDS = 300
+BY_VLLM = ("VLLM_WORKER_MULTIPROC_METHOD", "LD_PRELOAD")
+"""Variables that vLLM sets in a process that makes a configuration, for those that it starts."""
+BY_USER = {name: os.environ[name] for name in BY_VLLM if name in os.environ}
 KEPT = 3
 """Engines that are kept; the one that was used longest ago ends when another is started."""
 
@@ -291,10 +294,11 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def engine_environment() -> dict:
-    # vLLM leaves in a process that makes a configuration how it starts others.
-    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_WORKER_MULTIPROC_METHOD"}
+    # A fixture of the running test's file may have made a configuration.
+    inherited = {name: value for name, value in os.environ.items() if name not in BY_VLLM}
     return {
         **inherited,
+        **BY_USER,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
