@@ -3,9 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests benchmarks scripts
-BENCHMARKS := $(filter-out ablation asleep before before_engine busy calibration calibration_traces harness in_turn delayed_cable emulate goals made_up_trace measure paper paper_columns pictures results sampling_cliffs shared_gpu sources stage_recorders stock_trace turns,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
+BENCHMARKS := $(filter-out ablation busy campaign harness in_turn delayed_cable emulate made_up_trace measure paper pictures results sampling_cliffs shared_gpu side_by_side stage_recorders stock_trace turns,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
 # Those that want a model or a GPU, or have no quick form, are run by name.
-QUICK := $(filter-out curves drafting one_gpu prefill prefill_apart smollm2_logits speculation,$(BENCHMARKS))
+QUICK := $(filter-out one_gpu peers prefill smollm2_logits speculation,$(BENCHMARKS))
 
 # Three processes, as tests often wait; those that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 3 --dist loadscope
@@ -15,7 +15,7 @@ TESTS := not slow$(if $(CI),, and not ci)
 export no_proxy := $(if $(filter *,$(no_proxy) $(NO_PROXY)),*,$(or $(no_proxy),$(NO_PROXY)),127.0.0.1,localhost)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults soak week goldens mutants waits hooks lint format bench bench-paper release clean
+.PHONY: help setup demo test test-all test-faults soak week goldens mutants waits hooks lint format bench bench-paper campaign canary release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ test: setup ## the tests that take seconds; with CI=true also those of more than
 test-all: setup ## all tests
 	@$(PYTEST) -m ""
 
-release: lint test-all ## is this tree ready to be released? Builds it and uses what was built
+release: lint test-all ## is this tree ready to be released? Measures all figures anew, and uses what it builds
 	@$(BIN)/python scripts/release.py
 
 test-faults: setup ## 1,900 faults put into engines and servers; writes tests/faults/README.md
@@ -71,6 +71,12 @@ format: setup ## format, and mend what lint can mend
 
 bench: setup ## the benchmarks that need no model, quick form
 	@for name in $(sort $(QUICK)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+campaign: setup ## all figures of README and docs, in one run of about three hours; goes on where it ended
+	@$(BIN)/python -m benchmarks.campaign --compare
+
+canary: setup ## six ratios beside the kept ones, within half an hour
+	@$(BIN)/python -m benchmarks.campaign --canary
 
 bench-paper: setup ## the paper's figures as far as this machine can, quick form
 	@$(BIN)/python -m benchmarks.paper all --quick

@@ -3,13 +3,14 @@
 A benchmark is run as ``python -m benchmarks.NAME`` (``make bench-NAME``). It measures its
 baseline and ours in the same run, because machines are shared and noisy, hands rows to
 :func:`report`, and never asserts a time. What is worth keeping, ``python -m benchmarks.results
---keep`` takes from ``build/bench`` into ``benchmarks/results``, from which the pages are written.
+
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -25,6 +26,8 @@ from sipipe.tools.child import measured
 from sipipe.tools.provenance import machine
 
 BUILD = Path("build/bench")
+MODELS = Path("build/models")
+"""Directory of the models that benchmarks make."""
 
 
 def median_seconds(
@@ -40,32 +43,6 @@ def median_seconds(
         call()
         times.append(time.perf_counter() - start)
     return float(np.median(times))
-
-
-def measure_in_turn(
-    job: dict[str, Any],
-    settings: dict[str, dict[str, Any] | None],
-    *,
-    both_ways: bool,
-    traces: Path | None = None,
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
-    """``job`` on an engine of each of ``settings`` (None: stock vLLM), in order, and backwards.
-
-    Returns by title the tokens/s of each way of sampling, and the tokens of the KV cache. ``traces``
-    gets a directory ``NUMBER TITLE`` of each engine of SiPipe.
-    """
-    speeds: dict[str, dict[str, list[float]]] = {title: {} for title in settings}
-    kept: dict[str, int] = {}
-    order = [*settings, *reversed(settings)] if both_ways else list(settings)
-    for number, title in enumerate(order):
-        own = settings[title]
-        if traces is not None and own:
-            own = own | {"trace": str(traces / f"{number} {title}")}
-        result = alone(title, job | {"settings": own})
-        kept[title] = result["kv_tokens"]
-        for way, figures in result["tokens_per_second"].items():
-            speeds[title].setdefault(way, []).extend(figures)
-    return speeds, kept
 
 
 def alone(side: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +116,48 @@ def report(
     return path
 
 
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """A figure of several repetitions: their median, the lowest, the highest, and how many they were."""
+    return {
+        "median": float(np.median(values)),
+        "low": float(min(values)),
+        "high": float(max(values)),
+        "n": len(values),
+    }
+
+
+def number(value: Any) -> float:
+    """A figure's number; of one with a range its median.
+
+    Raises:
+        ValueError: it is a text that is no number.
+    """
+    return float(value["median"] if isinstance(value, Mapping) else value)
+
+
+_TEXT = re.compile(r"(-?[\d,]*\.?\d+)(?: \((-?[\d,.]+)-(-?[\d,.]+)\))?")
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` with numbers where it has texts such as ``1,234`` and ``230 (224-236)``."""
+    found = dict(row)
+    for column, value in row.items():
+        match = _TEXT.fullmatch(value) if isinstance(value, str) else None
+        if match is not None:
+            median, low, high = (part and _number(part) for part in match.groups())
+            found[column] = {"median": median, "low": low, "high": high} if low else median
+    return found
+
+
+def _number(text: str) -> float | int:
+    plain = text.replace(",", "")
+    return float(plain) if "." in plain else int(plain)
+
+
 def cell(value: Any) -> str:
-    """A figure as tables show it: four digits, thousands set apart."""
+    """A figure as tables show it: four digits, thousands set apart, a range behind its median."""
+    if isinstance(value, Mapping):
+        return f"{cell(value['median'])} ({cell(value['low'])}-{cell(value['high'])})"
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "" if value is None else str(value)

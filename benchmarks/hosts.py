@@ -31,10 +31,9 @@ from typing import Any
 import psutil
 from tests.hosts import Cluster, why_not
 
-from benchmarks.harness import report
+from benchmarks.harness import MODELS, report
 from benchmarks.make_model.checkpoint import make_model
 
-MODELS = Path("build/models")
 CABLE = Path(__file__).with_name("delayed_cable.py")
 SIDES = {"stock": ["vllm.entrypoints.cli.main", "serve"], "sipipe": ["sipipe", "serve"]}
 START_SECONDS = 600.0
@@ -219,7 +218,7 @@ def main() -> None:
                 for requests, delay in itertools.product((1, many), delays):
                     cable.delay(delay)
                     found = measure(cluster, cable, requests, tokens)
-                    where = {"in flight": m, "requests": requests, "delay ms": delay * 1e3}
+                    where = {"in flight": m, "requests": requests, "delay ms": round(delay * 1e3)}
                     rows.append({"side": side, **where, **found})
                 cable.delay(0.0)
     except KeyboardInterrupt:

@@ -15,8 +15,8 @@ one GPU, each with half of its multiprocessors. That wants NVIDIA's MPS (``nvidi
 
 A ratio is to the first row of as many stages. ``--large``: twelve layers of a 70B's width.
 
-The first loads of each server compile its kernels and do not count. The servers belong to a process
-of their own, and end with it (:mod:`sipipe.tools.child`).
+The first load of each kind compiles a server's kernels and does not count
+(:mod:`benchmarks.side_by_side`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,15 @@ import argparse
 import json
 import os
 import shlex
-import socket
 import statistics
-import subprocess
-import sys
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import of_the_checkout, report
+from benchmarks.side_by_side import Load, answered
 from sipipe.cli.bench_rows import server_job
 from sipipe.cli.gpu_check import TABLE
-from sipipe.tools import load
-from sipipe.tools.child import answer, measured
 
-MODULE = "benchmarks.one_gpu"
 STOCK = {"stock": "stock", "stock-sync": "stock --no-async-scheduling"}
 LOADS = (("greedy", 256), ("all", 256), ("chat", 256), ("greedy", 64))
 OPTIONS = TABLE["load"]["large"]["options"] + (
@@ -67,13 +59,26 @@ def main() -> None:
     add("--tokens", type=int, default=128, help="new ones")
     add("--repeat", type=int, default=3, help="of each load")
     args = parser.parse_args()
-    job: dict[str, Any] = vars(args) | {"servers": {}}
-    for name in args.rows.split("|"):
-        job["servers"][name] = server(args, name)
-    found = measured("servers side by side", job, of_the_checkout(MODULE))
+    of_the_checkout("benchmarks.shared_gpu")
+    words = ["--dataset-name", "random", "--random-input-len", "16", "--ignore-eos"]
+    words += ["--random-output-len", str(args.tokens)]
+    loads = [
+        Load(
+            name=f"{mix} {count}",
+            sampling=mix,
+            requests=count,
+            rate=0.0,
+            words=words,
+            repeat=args.repeat,
+            learnt=count,
+        )
+        for mix, count in args.loads
+    ]
+    servers = {name: server(args, name) for name in args.rows.split("|")}
+    found = answered(servers, args.model, loads)
     shape, name = ("12 layers of 70B", "one-gpu-large") if args.large else ("8B", "one-gpu")
     report(
-        name, f"Stages on one GPU, {shape}, random weights", rows(found["runs"]),
+        name, f"Stages on one GPU, {shape}, random weights", rows(found),
         note="medians; of stock: tokens/s, of as many stages; TPOT: ms per output token, TTFT: to the "
         "first; servers side by side, loads in turn, decodes in CUDA graphs, no torch.compile; "
         "of two stages each has half of the multiprocessors (MPS), and stock's hidden states go "
@@ -129,48 +134,5 @@ def rows(found: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, An
     return lines
 
 
-def driven(job: dict[str, Any]) -> dict[str, Any]:
-    """The other end: all servers, and each load so often."""
-    send = ["--dataset-name", "random", "--random-input-len", "16", "--ignore-eos"]
-    send += ["--random-output-len", str(job["tokens"])]
-    told: dict[str, Any] = {
-        "command": [],
-        "env": {},
-        "url": "",
-        "loads": [],
-        "repeat": 1,
-        "draws": 0,
-    }
-    asked = load.Job(**told, model=job["model"], mixes=load.SAMPLING, load=send)
-    names = list(job["servers"])
-    started = {name: _server(**job["servers"][name]) for name in names}
-    with ThreadPoolExecutor(len(names)) as pool:
-        for process, url in started.values():
-            load._wait(url, process, None)
-        clients = {name: load._Client(asked, url) for name, (_, url) in started.items()}
-        for params in [load.SAMPLING[mix] for mix in dict.fromkeys(mix for mix, _ in job["loads"])]:
-            warmed = pool.map(
-                lambda client, how: client.run(how, 4, 0, 99), clients.values(), repeat(params)
-            )
-            list(warmed)
-    runs: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {name: [] for name in names})
-    for turn, (mix, count) in product(range(1 + job["repeat"]), job["loads"]):
-        for name in names[:: -1 if turn % 2 else 1]:
-            one = clients[name].run(load.SAMPLING[mix], count, 0, turn)
-            runs[f"{mix} {count}"][name] += [one] * bool(turn)
-    return {"runs": runs}
-
-
-def _server(
-    command: list[str], env: dict[str, str], url: str
-) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = [*command, "--host", "127.0.0.1", "--port", port]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2, env={**os.environ, **env})
-    return process, url or f"http://127.0.0.1:{port}"
-
-
 if __name__ == "__main__":
-    answer(driven) if all(map(str.isdigit, sys.argv[1:])) else main()
+    main()

@@ -1,54 +1,26 @@
-"""The planner against the paper's figures, and against real runs on this machine.
+"""The planner against the paper's figures and published ones.
 
-``python -m benchmarks.planner`` prints three tables.
+``python -m benchmarks.planner`` computes two tables; nothing is measured.
 
 *Findings*: what the paper measured on its H100 and A100 testbeds, beside what the model predicts
 from data sheets.
 
 *Published*: tensor parallelism on H100 and H200 as NVIDIA has published it, beside the model's
-ranges. ``--quick`` stops here.
-
-*Real machine*: the benchmark model is run with tracing in two configurations on this machine's
-CPU. The planner is calibrated on each of them in turn and predicts the time per output token of
-the other, batch size by batch size. ``--side stock`` does the same with stock vLLM. ``--traces A B``
-uses two trace directories that exist already.
+ranges.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.calibration import calibrate
-from benchmarks.calibration_traces import check_loop, run_of
 from benchmarks.harness import report
-from benchmarks.make_model.checkpoint import make_model
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import OURS, Choice
 from sipipe.tools.planner.search import Search
 from sipipe.tools.planner.workload import Workload
-from sipipe.tools.report.reader import Trace, read_trace
-
-MODELS = Path("build/models")
-LEVELS = ((16, 64), (32, 32), (64, 16))
-"""(requests at once, prompt tokens): all levels fill the same token budget, so that stock vLLM too
-spreads the requests evenly over its microbatches."""
-TOKENS = 48
-SECONDS = 600
-"""That one engine may take."""
-
 
 # --- the paper's findings ----------------------------------------------------------------------
 
@@ -209,117 +181,10 @@ def _within(shares: list[tuple[float, Choice, int]]) -> dict[str, str]:
     }
 
 
-# --- real runs ----------------------------------------------------------------------------------
-
-
-def produce(model: Path, side: str, p: int, directory: Path) -> None:
-    """Run every level on one engine, in a process of its own, tracing into ``directory``."""
-    budget = LEVELS[0][0] * LEVELS[0][1] // p
-    spec: dict[str, Any] = {
-        "model": str(model),
-        "pipeline_parallel_size": p,
-        "max_model_len": 512,
-        "max_num_seqs": LEVELS[-1][0],
-        "max_num_batched_tokens": budget,
-        "enable_prefix_caching": False,
-        "disable_log_stats": True,
-        "additional_config": {"sipipe": {"trace": str(directory)}},
-    }
-    if side == "stock":
-        spec["worker_cls"] = "benchmarks.stock_trace.TracedWorker"
-        spec["scheduler_cls"] = "benchmarks.stock_trace.TracedScheduler"
-    else:
-        spec["distributed_executor_backend"] = "sipipe.Executor"
-    cores = sorted(os.sched_getaffinity(0))
-    bind = "|".join(str(cores[stage % len(cores)]) for stage in range(p))
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": bind,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    with tempfile.TemporaryFile() as log:
-        # A session of its own, so that whatever the engine started ends with it.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.planner", "--engine", json.dumps(spec)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            status = f"more than {SECONDS} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if status:
-            log.seek(0)
-            end = log.read().decode(errors="replace")[-8000:]
-            raise SystemExit(f"{end}\n{side}, p = {p}: failed ({status})")
-
-
-def run_engine(spec: dict[str, Any]) -> None:
-    """All levels, one after the other. Runs in the process that :func:`produce` starts."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**spec)
-    rng = np.random.default_rng(0)
-    for tokens in (3, TOKENS):  # the first round compiles
-        params = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True)
-        for requests, length in LEVELS:
-            prompts = [
-                {"prompt_token_ids": rng.integers(10, 1000, length).tolist()}
-                for _ in range(requests)
-            ]
-            llm.generate(prompts, params, use_tqdm=False)
-
-
-def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
-    """Calibrate on each trace, predict every microbatch size of all."""
-    facts = load_model(str(model))
-    cores = len(os.sched_getaffinity(0))
-    cluster = Cluster(
-        device=device("cpu", parts=cores),
-        hosts=1,
-        devices_per_host=cores,
-        network=network(100),
-        cores_per_host=cores,
-    )
-    sheet = datasheet_costs(facts, cluster, Workload(sampling="temperature"))
-    return [
-        {
-            "engine": found.engine,
-            "fitted to": f"p {fitted.stages}",
-            "predicted": f"p {found.p}",
-            "microbatch": found.batch,
-            "in flight": found.inflight,
-            "tokens seen": found.count,
-            "measured ms": found.measured * 1e3,
-            "predicted ms": found.predicted * 1e3,
-            "error %": 100 * found.error,
-            "limit": found.limit,
-        }
-        for fitted in traces
-        for other in traces
-        for found in check_loop(calibrate(sheet, [run_of(fitted)]), other)
-    ]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="without real runs")
-    parser.add_argument("--side", choices=("sipipe", "stock"), default="sipipe")
-    parser.add_argument("--stages", default="1,2", help="pipeline sizes to run (default: 1,2)")
-    parser.add_argument("--keep", metavar="DIR", help="write the traces there and keep them")
-    parser.add_argument("--traces", nargs="+", metavar="DIR", help="use these instead of running")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.engine:
-        run_engine(json.loads(args.engine))
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended too
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the same: nothing is measured")
+    parser.parse_args()
     report("planner", "The paper's findings and the model's", findings(), file="planner-findings")
     report(
         "planner",
@@ -327,26 +192,6 @@ def main() -> None:
         published(),
         note="FP8 models, 8-bit cache, TensorRT-LLM 1.0",
         file="planner-published",
-    )
-    if args.quick:
-        return
-    model = make_model("llama", MODELS / "bench", size="bench")
-    with tempfile.TemporaryDirectory() as scratch:
-        directories = [Path(name) for name in args.traces or ()]
-        if not directories:
-            for p in map(int, args.stages.split(",")):
-                directories.append(Path(args.keep or scratch) / f"{args.side}-p{p}")
-                produce(model, args.side, p, directories[-1])
-        traces = [read_trace(directory) for directory in directories]
-        rows = check(model, traces)
-    if not rows:
-        raise SystemExit("the traces hold no steady decoding to compare with")
-    report(
-        "planner",
-        "Time per output token: calibrated on one configuration, checked on the other",
-        rows,
-        note="a row that predicts what it was fitted to shows the error of the fit itself",
-        file="planner-cpu" if args.side == "sipipe" else f"planner-{args.side}",
     )
 
 

@@ -114,7 +114,9 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
         of = {side: figures(found[side], number) for side in jobs}
         for side, row in of.items():
             row["of equal times"] = round(row["ttft"] / of["equal times"]["ttft"], 2)
-            rows.append({"load": named(load), "engine": side, BETWEEN: ""} | row)
+            rows.append(
+                {"load": named(load), "engine": side} | row | {BETWEEN: row.get(BETWEEN, "")}
+            )
     columns = ["load", "engine", "TTFT", "of equal times", "prompt tokens/s"]
     path = report(
         f"prefill-pp{args.pp}",
@@ -178,7 +180,7 @@ def emulated(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequenc
     title = "Long prompts on emulated devices: equal times and equal numbers of tokens"
     columns = list(dict.fromkeys(name for row in rows for name in row))
     path = report(
-        "prefill-emulated",
+        f"prefill-emulated-pp{args.pp.replace(',', '-')}",
         title,
         [dict.fromkeys(columns, "") | row for row in rows],
         note="x N: how many times as long chunks of N tokens take; time per token in ms; data-sheet "

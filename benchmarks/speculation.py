@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new at most (default: 128)")
     parser.add_argument("--repeat", type=int, default=3, help="of each load (default: 3)")
     parser.add_argument("--no-stock", action="store_true", help="SiPipe alone")
+    parser.add_argument("--name", default="", help="of the result (default: by its stages)")
     args = parser.parse_args()
     if args.quick:
         args.requests, args.sampling, args.repeat, args.no_stock = "1", "greedy", 1, True
@@ -202,7 +203,7 @@ def served(args: argparse.Namespace) -> None:
         f"speculation-pp{args.pp}",
         f"Speculative decoding, {Path(args.model).name}, {args.pp} stage(s), at most {args.tokens} new tokens",
         rows,
-        file=f"speculation-pp{args.pp}-{args.requests.replace(',', '-')}",
+        file=args.name or f"speculation-pp{args.pp}",
         note="so many requests all the time, while three times as many end; same tokens: of the first "
         "requests, those whose tokens equal the ones without drafts (bfloat16: ties may fall otherwise)",
     )

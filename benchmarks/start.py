@@ -11,23 +11,28 @@ when the server answers; a phase's seconds are those since the one before. CPU s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 
-from benchmarks.harness import report
-from benchmarks.idle import complete, server, spent
+from benchmarks.harness import MODELS, report
 from benchmarks.make_model.checkpoint import make_model
-from benchmarks.serving import MODELS
 from sipipe.cores import equal_shares, this_machine
 
 OURS = ["--distributed-executor-backend", "sipipe.Executor"]
@@ -44,6 +49,103 @@ PHASES = {
     "KV cache": r"init engine \(profile",
 }
 """What ends each phase; then come the server's first answer and the first token."""
+
+
+START_SECONDS = 300.0
+ROLES = {
+    "stage": r"Worker",
+    "scheduler": r"EngineCore",
+    "sampler": r"sipipe\.sampler",
+    "front end": r"api_server|vllm\S* serve|sipipe serve|engine\.server|APIServer",
+}
+
+
+@contextmanager
+def server(
+    words: list[str],
+    log: Path,
+    scratch: str,
+    *,
+    stages: int = 2,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[int, str]]:
+    """Process id and address of a running server; all its processes are gone afterwards. ``more``:
+    of its environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    options = ["-pp", str(stages), "--max-model-len", "512"]
+    options += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_RPC_BASE_PATH": scratch,
+        **os.environ,
+        **more,
+    }
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, *options],
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(f"{address}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{words[0]} did not start:\n{first_error(log)}")
+            time.sleep(0.1)
+        yield process.pid, address
+    finally:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def first_error(log: Path) -> str:
+    """What went wrong first, or how the log ends."""
+    text = log.read_text()
+    found = re.search(r"\w+(Error|Exception): .*", text)
+    return found.group() if found else text[-2000:]
+
+
+def answers(url: str) -> bool:
+    """Whether ``url`` is served."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def complete(address: str) -> None:
+    """One request."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
+
+
+def spent(pid: int) -> dict[str, float]:
+    """CPU seconds so far, by role."""
+    root = psutil.Process(pid)
+    found = dict.fromkeys([*ROLES, "other"], 0.0)
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            words = " ".join(process.cmdline())
+            role = next((r for r, pattern in ROLES.items() if re.search(pattern, words)), "other")
+            times = process.cpu_times()
+            found[role] += times.user + times.system
+    return found
 
 
 @contextmanager

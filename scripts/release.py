@@ -74,14 +74,16 @@ def accepted(folder: Path, wheel: Path) -> bool:
 
 
 def check_tree(version: str) -> None:
-    """Its change log, its state, and that its figures are of its code."""
+    """Its change log, its state, and that its figures can be measured."""
     newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version)
     dated = newest is not None and re.fullmatch(r" \(\d{4}-\d\d-\d\d\)", newest[2]) is not None
     check("CHANGELOG.md gives its date", dated)
     check("the tree is committed", run("git", "status", "--porcelain", cwd=ROOT) == "")
-    command = (sys.executable, "-m", "benchmarks.results", "--stale")
-    check("no kept figure is stale", not subprocess.run(command, cwd=ROOT, check=False).returncode)
+    # It names figures that left their ranges: a person reads them, since better ones differ too.
+    command = (sys.executable, "-m", "benchmarks.campaign", "--compare")
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    check("every benchmark of the campaign measured its figures", not status)
 
 
 FAILED: list[str] = []

@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from benchmarks import results, sources
-from benchmarks.goals import Goal
-from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, pictures, timeless, unfounded, written
+from benchmarks import results
+from benchmarks.harness import numbers, spread
+from benchmarks.results import PAGES, ROOT, names, pictures, unfounded, written
 
 LONGEST = 60_000
 """Characters of a picture."""
@@ -15,7 +15,7 @@ LONGEST = 60_000
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_was_kept(name):
     page = (ROOT / name).read_text()
-    assert timeless(written(page)) == timeless(page), "python -m benchmarks.results writes it anew"
+    assert written(page) == page, "python -m benchmarks.results writes it anew"
 
 
 def test_the_pictures_of_the_tree_are_those_of_the_kept_results():
@@ -29,25 +29,26 @@ def test_the_pictures_of_the_tree_are_those_of_the_kept_results():
         assert len(picture) <= LONGEST
 
 
-def test_every_kept_result_is_shown():
-    shown = (ROOT / TABLES).read_text()
-    names = {path.stem for path in RESULTS.glob("*.json")}
-    wanted = re.findall(r"<!-- (?:results|=\??) ([\w.*-]+)", shown)
-    assert names == {
-        name for name in names if any(re.fullmatch(w.replace("*", ".*"), name) for w in wanted)
-    }
+def test_every_kept_result_is_cited_by_a_page_for_people():
+    pages = "".join((ROOT / name).read_text() for name in PAGES if name != results.INDEX)
+    wanted = re.findall(r"<!-- (?:results|=|source) ([\w.*-]+)|results/([\w.-]+)\.json", pages)
+    goals = re.findall(r'"([\w.-]+): ', results.GOALS.read_text("utf-8"))
+    cited = {one or other for one, other in wanted} | set(goals)
+    assert not set(names()) - cited
 
 
-def test_a_kept_result_can_be_measured_again_and_says_what_code_it_measures():
-    for path in RESULTS.glob("*.json"):
-        kept = json.loads(path.read_text())
-        assert not unfounded(kept), path.name
-        assert not re.search(r'"/[^"]*/bin/', path.read_text()), "a path of the machine's own"
-        assert kept["sources"].keys() == sources.sources(path.stem).keys(), path.name
-        assert "stale" not in kept, "that is computed"
-    names = {path.stem for path in RESULTS.glob("*.json")}
-    for name in sources.MEASURED:
-        assert any(f"{each}-".startswith(f"{name}-") for each in names | {"split"}), name
+def test_a_kept_result_can_be_measured_again_and_its_figures_are_numbers():
+    for name in names():
+        kept = results.kept(name)
+        assert not unfounded(kept), name
+        assert not re.search(r'"/[^"]*/bin/', json.dumps(kept)), "a path of the machine's own"
+        assert kept["rows"] == [numbers(row) for row in kept["rows"]], name
+
+
+def test_no_page_marks_a_figure():
+    for name in PAGES:
+        text = (ROOT / name).read_text()
+        assert not re.search(r"†|\*\*Stale\*\*|<!-- =\?", text), name
 
 
 @pytest.mark.parametrize(
@@ -64,89 +65,28 @@ def test_a_kept_result_can_be_measured_again_and_says_what_code_it_measures():
 def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(results, "PAGES", ())
-    monkeypatch.setattr(results, "sources", lambda *_: {})
     file = tmp_path / "a.json"
-    file.write_text(json.dumps({"command": command, "machine": {"commit": commit}}))
+    rows = [{"tok/s": "1,230 (224-1,236)", "ratio": "1.60", "stages": "1, 2", "of": "16 of 16"}]
+    result = {"command": command, "machine": {"commit": commit}, "rows": rows}
+    file.write_text(json.dumps(result))
     monkeypatch.setattr("sys.argv", ["results", "--keep", str(file)])
     if word:
         with pytest.raises(SystemExit, match=word):
             results.main()
-    else:
-        assert results.main() == 0
-    assert (tmp_path / "results/a.json").exists() is not bool(word)
+        assert not (tmp_path / "results/a.json").exists()
+        return
+    assert results.main() == 0
+    (row,) = json.loads((tmp_path / "results/a.json").read_text())["rows"]
+    assert row["tok/s"] == {"median": 1230, "low": 224, "high": 1236}
+    assert (row["ratio"], row["stages"], row["of"]) == (1.6, "1, 2", "16 of 16")
 
 
-@pytest.mark.parametrize("name", [TABLES, "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", [results.INDEX, "docs/benchmarks.md"])
 def test_a_page_of_figures_has_none_of_its_own_in_tables(name):
     page = (ROOT / name).read_text()
-    own = re.sub(r"<!-- (results |goals|=).*?<!-- end -->", "", page, flags=re.DOTALL)
-    results = [line.split("|")[3] for line in own.splitlines() if line.startswith("| ")]
-    assert not re.search(r"\d", "".join(results)), "let a comment show what results hold"
-
-
-def test_what_is_stale_is_named_with_the_command_that_measures_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    measured = {"waking": sources.sources("waking"), "stage-cpu": {"sipipe/worker": "x"}}
-    for name, then in measured.items():
-        kept = {"command": f"python -m benchmarks.{name} --full", "sources": then}
-        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
-    monkeypatch.setattr("sys.argv", ["results", "--stale"])
-    assert results.main() == 1
-    assert capsys.readouterr().out.splitlines()[:3] == [
-        "stale: 1 of 2 kept results",
-        "stage-cpu: changed since: sipipe/worker",
-        "    python -m benchmarks.stage-cpu --full",
-    ]
-    (tmp_path / "stage-cpu.json").unlink()
-    assert results.main() == 0
-
-
-def test_emulated_figures_are_also_of_what_emulates_and_ablates():
-    found = sources.sources("emulation").keys()
-    assert found >= {"benchmarks/emulate.py", "benchmarks/ablation.py"}
-    for part in {part for parts in sources.MEASURED.values() for part in parts}:
-        assert (sources.ROOT / "src" / part).exists() or (sources.ROOT / part).exists(), part
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("ablation-cpu", "benchmarks/ablation.py"),
-        ("advice", "sipipe/cli/advice.py"),
-        ("bench", "sipipe/cores.py"),
-        ("prefill-apart", "deploy/prefill_router.py"),
-        ("sampling-columns", "benchmarks/paper_columns.py"),
-        ("split", "benchmarks/asleep.py"),
-        ("start", "sipipe/cli"),
-    ],
-)
-def test_what_a_figure_is_also_of(name, part):
-    found = sources.sources(name)
-    assert found[part] != sources._digest("nothing", ""), "there is such code"
-    assert part == "sipipe/cores.py" or part not in sources.sources("serving-bench-pp2")
-    assert "sipipe/engine" in found or name in ("advice", "sampling-columns")
-
-
-def test_a_comment_makes_nothing_stale_and_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
-    file = tmp_path / "src/sipipe/sampler/a.py"
-    file.parent.mkdir(parents=True)
-
-    def digests(text):
-        file.write_text(text)
-        sources._files.cache_clear()
-        sources._digest.cache_clear()
-        return sources.sources("sampling-sizes")
-
-    kept = {"sources": digests('"""One."""\nx = 1\n\ndef f():\n    "Two."\n    return x\n')}
-    digests("# three\nx = 1\ndef f():\n    return (x)\n")
-    assert sources.changed("sampling-sizes", kept) == []
-    digests("x = 2\ndef f():\n    return x\n")
-    assert sources.changed("sampling-sizes", kept) == ["sipipe/sampler"]
-    assert sources.changed("sampling-sizes", {}) == [*kept["sources"]]
-    sources._files.cache_clear()
-    sources._digest.cache_clear()
+    own = re.sub(r"<!-- (results |goals|index |=).*?<!-- end -->", "", page, flags=re.DOTALL)
+    cells = [line.split("|")[3] for line in own.splitlines() if re.match(r"\|.*\|.*\|.*\|", line)]
+    assert not re.search(r"\d", "".join(cells)), "let a comment show what results hold"
 
 
 def test_a_figure_in_a_cell_leaves_the_table_as_it_is():
@@ -157,34 +97,65 @@ def test_a_figure_in_a_cell_leaves_the_table_as_it_is():
                     assert not re.search(r"(?<!\\)\|", comment), f"{name}: {comment}"
 
 
-def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.results.RESULTS", tmp_path)
-    monkeypatch.setattr("benchmarks.results.ROOT", tmp_path)
-    (tmp_path / "a.json").write_text(
-        '{"title": "T", "note": "", "machine": {"cpu": "C", "cores": 2, "date": "D"},'
-        ' "sources": {},'
-        ' "rows": [{"way": "greedy", "tok/s": 1234.5, "twice": 2469.0}, {"way": "all", "tok/s": 0.123456}]}'
-    )
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Kept results of nothing but ``a``."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    machine = {"cpu": "C", "cores": 2, "date": "2026-01-02", "commit": "1234567", "sipipe": "1.2"}
+    result = {"title": "T", "note": "", "command": "make bench-a", "machine": machine}
+    rows = [
+        {"way": "greedy", "tok/s": 1234.5, "twice": spread([2469.0, 2000.0, 3000.0])},
+        {"way": "all", "tok/s": 0.123456, "twice": 1},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(result | {"rows": rows}))
+    return tmp_path
+
+
+def test_a_table_shows_the_chosen_rows_and_columns(folder):
     page = "<!-- results a: tok/s | way=all -->\nold\n<!-- end --> <!-- = a: way | way=all -->?<!-- end -->"
     new = written(page)
     assert "| 0.1235 |" in new
     assert "1,234" not in new
-    assert "**Stale**: its code has changed since." in new
-    assert "Stale" not in timeless(new)
     assert new.endswith("<!-- = a: way | way=all -->all<!-- end -->")
     half = "<!-- = a: tok/s over twice | way=greedy -->"
     assert written(f"{half}<!-- end -->") == f"{half}0.5<!-- end -->"
-    marked = half.replace("=", "=?", 1)
-    assert written(f"{marked}<!-- end -->") == f"{marked}0.5†<!-- end -->"
-    assert timeless(f"{marked}0.5†<!-- end -->") == f"{marked}0.5<!-- end -->"
     assert written(r"<!-- = a: way \| way=all --><!-- end -->").endswith("-->all<!-- end -->")
+    assert "| 2,469 (2,000-3,000) |" in written("<!-- results a: twice -->\n<!-- end -->")
     assert written(new) == new
-    goal = Goal("p", "g", "a: tok/s | way=greedy", least=2, beside="a: twice | way=greedy")
-    monkeypatch.setattr("benchmarks.results.GOALS", (goal, goal._replace(least=0.5, unit="s")))
-    goals = written("<!-- goals -->\n<!-- end -->")
-    assert "1,234 / 2,469† | no |" in goals
-    assert "1,234 / 2,469† s | yes |" in goals
-    assert "Not measured yet." in written("<!-- results c* -->\nold\n<!-- end -->")
     for wrong in ("<!-- results b -->\n<!-- end -->", "<!-- = a: tok/s -->1<!-- end -->"):
         with pytest.raises(SystemExit, match=r"a\b|b\b"):
             written(wrong)
+
+
+def test_a_goal_is_met_or_not_by_the_kept_figure(folder, monkeypatch):
+    goal = 'goal = "g"\nfigure = "a: tok/s | way=greedy"\nbeside = "a: twice | way=greedy"\n'
+    (folder / "goals.toml").write_text(
+        'changed = ["c"]\ngiven_up = []\n'
+        f'[[goal]]\npart = "p"\n{goal}least = 2\n[[goal]]\npart = "q"\n{goal}least = 0.5\nunit = "s"\n'
+    )
+    monkeypatch.setattr(results, "GOALS", folder / "goals.toml")
+    goals = written("<!-- goals -->\n<!-- end -->")
+    assert "| p | g | 1,234 / 2,469 (2,000-3,000) | **no** |" in goals
+    assert "| q | g | 1,234 / 2,469 (2,000-3,000) s | yes |" in goals
+
+
+def test_a_page_says_once_what_its_figures_were_measured_on(folder):
+    page = "<!-- measured --><!-- end -->"
+    assert (
+        "on 2026-01-02 with SiPipe 1.2 (commit 1234567, vLLM ) on C, 2 cores by `make c"
+        in written(page)
+    )
+    other = json.loads((folder / "a.json").read_text())
+    other["machine"] |= {"gpus": ["G"], "commit": "7654321"}
+    (folder / "b.json").write_text(json.dumps(other))
+    assert "by `make campaign`" in written(page), "one with a GPU is not of the campaign"
+    other["machine"] |= {"gpus": [], "date": "2025-12-31"}
+    (folder / "b.json").write_text(json.dumps(other))
+    assert "2025-12-31 to 2026-01-02 at 2 commits" in written(page)
+    elsewhere = other | {"elsewhere": True}
+    (folder / "b.json").write_text(json.dumps(elsewhere))
+    index = written("<!-- index campaign -->\n<!-- end --><!-- index elsewhere -->\n<!-- end -->")
+    ours, theirs = index.split("<!-- index elsewhere -->")
+    assert "a.json" in ours
+    assert "b.json" not in ours
+    assert "b.json" in theirs

@@ -1,6 +1,6 @@
 """The paper's techniques one by one, where the device is fast: emulated stages leave the CPUs free.
 
-    python -m benchmarks.emulate --ablate [TEXT] [--minutes 9]
+    python -m benchmarks.emulate --ablate [TEXT] [--minutes 9] [--engines 2]
 
 First a pipeline like vLLM's as the paper has it: tokens drawn on the last stage's device, inputs
 prepared when the pass before has run, hidden states that are described, p microbatches in flight.
@@ -12,11 +12,12 @@ large the cost is today. Rows differ by nothing else: layers, scheduler and load
 The vLLM-like one has SiPipe's slots too, and nothing that is scheduled ahead. So "- slots" has no
 "+" beside it; its scheduler, vLLM's, is never ahead here, so beside it stands "+ p + 1", not SiPipe.
 A "- ahead" would be "+ p + 1" again: what it loses is the inverse of "+ ahead". "+ p + 1" also has as
-many open as pay, which "- p + 1" keeps: it is SiPipe with ``--inflight`` p.
+many open as pay, which "- p + 1" keeps: it is SiPipe with ``--inflight`` p. What vLLM has today stands
+beside it: the vLLM-like pipeline, scheduled before the tokens have come.
 
-An engine a figure, about 30 seconds each; ``TEXT``: only those whose pipeline and name contain it.
-What was measured of the same code is not measured again, unless the machine was too busy, so that
-the same command goes on where it ended; the table has the pipelines that are complete.
+``--engines`` a cell, about 30 seconds each, in rounds; ``TEXT``: only those whose pipeline and name
+contain it. What was measured at the same commit is not measured again, unless the machine was too busy,
+so that the same command goes on where it ended; the table has the pipelines that are complete.
 """
 
 from __future__ import annotations
@@ -32,19 +33,14 @@ from typing import Any
 from benchmarks.ablation import extension
 from benchmarks.emulate import emulated
 from benchmarks.emulation.profile import StockCosts
-from benchmarks.harness import BUILD, report
-from benchmarks.sources import sources
+from benchmarks.harness import BUILD, number, report, spread
+from sipipe.tools.provenance import machine
 
 STOCK = StockCosts(last_stage=0.22, preparation=0.12, stall=1.4e-3)
 """The low ends of 22 to 40 %, 12 to 19 % and 1.4 to 2.6 ms."""
 PIPELINES = tuple(
     (f"{model}-8xh100", p, slow)
-    for model, slow_motion in (
-        ("deepseek-v2.5", (1, 2, 4)),
-        ("llama-70b", (2, 2, 4)),
-        ("mixtral-8x7b", (2, 4, 8)),
-    )
-    for p, slow in zip((2, 4, 8), slow_motion, strict=True)
+    for model, p, slow in (("llama-70b", 2, 2), ("deepseek-v2.5", 4, 2), ("mixtral-8x7b", 8, 8))
 )
 """Profile, stages, slow motion: as much as two cores need."""
 WAITED = 2.0
@@ -67,6 +63,7 @@ ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
     "- SAT": (True, {}, ["Posting"]),
     "- p + 1": (False, FREE, []),
     "- slots": (True, {"scheduler": "vllm"}, []),
+    "vLLM-like, ahead": (False, DEVICE, ["Posting", "Overlap"]),
 }
 """Whether p + 1 are in flight; settings; parts that are taken away."""
 CHAIN = list(ENGINES)[:6]
@@ -79,31 +76,40 @@ def ablate(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.emulate --ablate")
     parser.add_argument("text", nargs="*", default=[], help="of the pipeline's and engine's names")
     parser.add_argument("--minutes", type=float, default=9, help="begin no engine after (9)")
+    parser.add_argument("--engines", type=int, default=2, help="of each cell (default: 2)")
     args = parser.parse_args(argv)
     folder = BUILD / "emulation-ablation"
     folder.mkdir(parents=True, exist_ok=True)
-    code, end, left = sources("emulation-ablation"), time.monotonic() + 60 * args.minutes, 0
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for pipeline, engine in itertools.product(PIPELINES, ENGINES):
+    commit = machine()["commit"] or "+"
+    end = time.monotonic() + 60 * args.minutes
+    left = 0
+    found: dict[tuple[str, int, int], dict[str, list[dict[str, Any]]]] = {}
+    rounds = range(args.engines)
+    for turn, pipeline, engine in itertools.product(rounds, PIPELINES, ENGINES):
         name = f"{_title(*pipeline)} {engine}"
-        path = folder / f"{name}.json"
+        path = folder / f"{name} {turn}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        if known.get("code") != code:
+        # With changed files (+) nobody knows of what code a figure is.
+        if known.get("commit") != commit or commit.endswith("+"):
             if not all(text in name for text in args.text):
                 continue
             if time.monotonic() > end:
                 left += 1
                 continue
-            known = {"code": code} | _measured(*pipeline, engine)
+            known = {"commit": commit} | _measured(*pipeline, engine)
             print(f"{name}: {known['tokens_per_s']:,.0f} tokens/s, {known['waited']:.2f} waited")
             if known["waited"] > WAITED:
                 print(f"VOID: {WAITED} threads or more waited for a core: devices are late")
                 continue
             path.write_text(json.dumps(known))
-        found.setdefault(pipeline, {})[engine] = known
+        found.setdefault(pipeline, {}).setdefault(engine, []).append(known)
     if left:
         print(f"{args.minutes:g} minutes are over: {left} engines are left, run it again for them")
-    rows = [_row(of, engines) for of, engines in found.items() if len(engines) == len(ENGINES)]
+    rows = [
+        _row(of, engines)
+        for of, engines in found.items()
+        if [len(each) for each in engines.values()] == [args.engines] * len(ENGINES)
+    ]
     if not rows:
         print("emulate: --ablate: no pipeline is complete")
         return 1
@@ -116,8 +122,9 @@ def ablate(argv: Sequence[str]) -> int:
         note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass, in "
         "its way, 1.4 ms of stall a hop (the paper's low ends), p in flight; +: of the column before; "
         "SiPipe: of vLLM-like; -: without it, of SiPipe; ahead: scheduled before the tokens have come; "
-        "slots: vLLM's scheduler in their place, not ahead; 512 requests, temperature; one engine a "
-        "figure; slow motion N: devices take N times as long, tokens/s times N",
+        "slots: vLLM's scheduler in their place, not ahead; SiPipe, of one ahead: of the vLLM-like one that "
+        f"is scheduled ahead; 512 requests, temperature; {args.engines} engines a cell, medians and ranges; "
+        "slow motion N: devices take N times as long, tokens/s times N",
         file="emulation-ablation",
         columns=[name for name in rows[0] if name != "stages"],
     )
@@ -149,20 +156,31 @@ def _measured(profile: str, p: int, slow: int, engine: str) -> dict[str, Any]:
     }
 
 
-def _row(pipeline: tuple[str, int, int], found: dict[str, Any]) -> dict[str, Any]:
-    speed = {engine: one["tokens_per_s"] for engine, one in found.items()}
-    stock, whole = speed[CHAIN[0]], speed[CHAIN[-1]]
+def _row(pipeline: tuple[str, int, int], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    speeds = {engine: [one["tokens_per_s"] for one in each] for engine, each in found.items()}
+
+    def over(engine: str, other: str) -> dict[str, float | int]:
+        """Ratios of the engines of the same rounds."""
+        pairs = zip(speeds[engine], speeds[other], strict=True)
+        return spread([round(mine / theirs, 2) for mine, theirs in pairs])
+
+    sipipe = CHAIN[-1]
     row: dict[str, Any] = {"pipeline": _title(*pipeline), "stages": pipeline[1]}
-    row["vLLM-like tok/s"] = round(stock)
+    row["vLLM-like tok/s"] = spread([float(round(speed)) for speed in speeds[CHAIN[0]]])
     for before, engine in itertools.pairwise(CHAIN):
-        row[engine] = round(speed[engine] / speed[before], 2)
-    row["SiPipe"] = round(whole / stock, 2)
+        row[engine] = over(engine, before)
+    row["SiPipe"] = over(sipipe, CHAIN[0])
     for engine in list(ENGINES)[len(CHAIN) :]:
-        row[engine] = round(speed[engine] / whole, 2)
-    row["SiPipe's busiest stage, % busy"] = round(100 * max(found[CHAIN[-1]]["busy_share"]), 1)
-    row["threads that waited for a core"] = max(one["waited"] for one in found.values())
+        if engine.startswith("-"):
+            row[engine] = over(engine, sipipe)
+    row["SiPipe, of one ahead"] = over(sipipe, "vLLM-like, ahead")
+    busiest = [100 * max(one["busy_share"]) for one in found[sipipe]]
+    row["SiPipe's busiest stage, % busy"] = spread([round(share, 1) for share in busiest])
+    every = [one for each in found.values() for one in each]
+    row["threads that waited for a core"] = max(one["waited"] for one in every)
     return row
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return round(math.exp(sum(math.log(row[name]) for row in rows) / len(rows)), 2)
+    logarithms = [math.log(number(row[name])) for row in rows]
+    return round(math.exp(sum(logarithms) / len(rows)), 2)

@@ -3,11 +3,10 @@
 import msgspec
 import numpy as np
 
-from benchmarks.calibration_traces import whole
 from benchmarks.emulation.profile import Curve, Profile
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
-from sipipe.tools.report.reader import Records, Trace
+from sipipe.tools.report.reader import ProcessTrace, Records, Trace
 
 _POINTS = 16
 
@@ -60,3 +59,17 @@ def _curve(records: Records, by: str) -> Curve | None:
     if len(points) == 1:
         points = {0.0: next(iter(points.values()))} | points
     return Curve(at=tuple(points), seconds=tuple(points.values()))
+
+
+def whole(process: ProcessTrace, *phases: int) -> Records:
+    """As :meth:`ProcessTrace.phase`, with one record of each phase and iteration: the first,
+    prolonged by the time of the others (a product that forward passes interrupt comes in pieces)."""
+    records = process.phase(*phases)
+    _, first, of = np.unique(
+        records[["phase", "iteration"]], return_index=True, return_inverse=True
+    )
+    spent = np.zeros(len(first), np.int64)
+    np.add.at(spent, of, (records["end_ns"] - records["start_ns"]).astype(np.int64))
+    found = records[first]
+    found["end_ns"] = found["start_ns"] + spent.astype(found["end_ns"].dtype)
+    return found[np.argsort(found["start_ns"], kind="stable")]

@@ -16,24 +16,24 @@ def release(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("log", "changed", "stale", "failed"),
+    ("log", "changed", "status", "failed"),
     [
         ("1.2 (2026-11-26)", "", 0, []),
-        ("1.2 (2026-11-26)", "", 1, ["no kept figure is stale"]),
+        ("1.2 (2026-11-26)", "", 1, ["every benchmark of the campaign measured its figures"]),
         ("1.2 (not released)", "", 0, ["CHANGELOG.md gives its date"]),
         ("1.1 (2026-11-25)", " M a", 0, ["CHANGELOG.md begins with this version", "the tree is committed"]),
     ],
 )  # fmt: skip
-def test_a_tree_that_is_not_ready_is_named(release, monkeypatch, tmp_path, log, changed, stale, failed):  # fmt: skip
+def test_a_tree_that_is_not_ready_is_named(release, monkeypatch, tmp_path, log, changed, status, failed):  # fmt: skip
     (tmp_path / "CHANGELOG.md").write_text(f"# Changes\n\n## {log}\n")
     ran = []
 
     def run(command, **options):
         ran.append(command)
-        return subprocess.CompletedProcess(command, stale)
+        return subprocess.CompletedProcess(command, status)
 
     monkeypatch.setattr(release, "run", lambda *command, cwd: changed)
     monkeypatch.setattr(release.subprocess, "run", run)
     release.check_tree("1.2")
     assert failed == release.FAILED
-    assert [command[1:] for command in ran] == [("-m", "benchmarks.results", "--stale")]
+    assert [command[1:] for command in ran] == [("-m", "benchmarks.campaign", "--compare")]

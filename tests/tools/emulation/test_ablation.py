@@ -25,6 +25,7 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
         return {"tokens_per_s": 100.0 * 2**place, "waited": waited, "busy_share": [1.0]}
 
     monkeypatch.setattr(ablation, "_measured", measured)
+    monkeypatch.setattr(ablation, "machine", lambda: {"commit": "1234567"})
     assert ablation.ablate(["--pp 4"]) == 1
     assert "VOID" in capsys.readouterr().out
     waited, count = 0.2, len(started)
@@ -35,15 +36,36 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
     assert len(started) == 2 * count
     rows = json.loads((tmp_path / "emulation-ablation.json").read_text())["rows"]
     assert [row["pipeline"].split()[2:3] for row in rows] == [["4"]] * (len(rows) - 1) + [[]]
-    assert [rows[0][name] for name in ("+ SAT", "SiPipe", "- TSEM")] == [2.0, 32.0, 4.0]
+    shown = [rows[0][name] for name in ("+ SAT", "SiPipe", "- TSEM")]
+    assert [(cell["median"], cell["n"]) for cell in shown] == [(2.0, 2), (32.0, 2), (4.0, 2)]
     assert rows[-1]["SiPipe"] == 32.0
+
+
+def test_figures_of_changed_files_are_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablation, "BUILD", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
+    monkeypatch.setattr(ablation, "PIPELINES", ablation.PIPELINES[:1])
+    started = []
+
+    def measured(*engine):
+        started.append(engine)
+        return {"tokens_per_s": 1.0, "waited": 0.0, "busy_share": [1.0]}
+
+    monkeypatch.setattr(ablation, "_measured", measured)
+    counts = []
+    for commit in ("1234567+", "1234567+", "1234567", "1234567", "7654321"):
+        monkeypatch.setattr(ablation, "machine", lambda commit=commit: {"commit": commit})
+        started.clear()
+        assert ablation.ablate([]) == 0
+        counts.append(len(started) // len(ablation.ENGINES))
+    assert counts == [2, 2, 2, 0, 2]
 
 
 def test_what_is_taken_away_from_sipipe_is_one_thing_each():
     whole = ablation.of("+ ahead", 4)
     assert whole == ([], {"inflight": 5, "microbatches": {"min_sequences": 0}})
     away = {}
-    for engine in list(ablation.ENGINES)[len(ablation.CHAIN) :]:
+    for engine in (name for name in ablation.ENGINES if name.startswith("-")):
         words, settings = ablation.of(engine, 4)
         differs = {key: value for key, value in settings.items() if whole[1].get(key) != value}
         assert settings.keys() >= whole[1].keys()

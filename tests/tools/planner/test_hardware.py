@@ -34,14 +34,14 @@ def test_every_number_has_a_source():
 
 @pytest.mark.parametrize("kind", ["greedy", "temperature", "top-p", "all"])
 def test_the_cost_of_sampling_is_the_one_that_was_kept(kind):
-    kept = json.loads((RESULTS / "sampling.json").read_text())
+    kept = json.loads((RESULTS / "sampling-avx512.json").read_text())
     assert "V 151,936, B 64" in kept["title"]
     (row,) = [row for row in kept["rows"] if row["strategy"] == kind]
     for field, column in (("core_ns", "float32"), ("vllm_core_ns", "stock")):
         cases = ("stated", "quickest", "slowest")
         found = [getattr(hardware.sampling(kind, hardware.Assumed(c)), field) for c in cases]
         measured = row[column] * 1e6 / 151_936
-        wanted = f"hardware.toml, sampling.{kind}.{field}: {measured:.2g} by sampling.json"
+        wanted = f"hardware.toml, sampling.{kind}.{field}: {measured:.2g} by sampling-avx512.json"
         assert found[0] == pytest.approx(measured, rel=0.05), wanted
         assert found[1:] == pytest.approx([found[0] / 2, found[0] * 2]), wanted
 

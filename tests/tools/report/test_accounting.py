@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.calibration_traces import whole
+from benchmarks.emulation.replay import whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tools.report import naive

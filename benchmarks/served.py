@@ -1,0 +1,169 @@
+"""What is served beside stock vLLM: short requests and chats, at once and as they arrive.
+
+    python -m benchmarks.served [MODEL] [--quick] [--engines 3] [--rows sipipe,stock,stock-one,sipipe-one]
+    python -m benchmarks.served MODEL --loads short --sampling greedy,all --name served-large-vocabulary
+
+Rows are those of ``sipipe bench``: two stages of SiPipe (``sipipe``) and of stock vLLM (``stock``), one
+stage with both cores (``stock-one``, ``sipipe-one``). All servers of a round are alive and answer every
+load in turn (:mod:`benchmarks.side_by_side`); the next round starts them in the other order, with
+other prompts. A ratio is of answers that were given side by side.
+
+The noise is that of a set-up against itself: the largest of its answers to a load, by rounds and
+repetitions, over the smallest.
+
+``short``: 16 tokens in, 32 out. ``chat``: 200 to 600 in, 100 to 300 out, as long as the answers of
+ShareGPT are. Both at once, and in open arrivals at three rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import MODELS, report, spread
+from benchmarks.make_model.checkpoint import make_model
+from benchmarks.side_by_side import Load, Runs, answered
+from sipipe import cpu_features
+from sipipe.cli.bench_rows import server_job
+
+ROWS = {
+    "sipipe": ["-pp", "2"],
+    "stock": ["stock", "-pp", "2"],
+    "stock-one": ["stock", "-pp", "1"],
+    "sipipe-one": ["-pp", "1"],
+}
+STAGES = {name: options[-1] for name, options in ROWS.items()}
+STOCK = [name for name in ROWS if name.startswith("stock")]
+SHORT = "--random-input-len 16 --random-output-len 32"
+CHAT = "--random-input-len 400 --random-output-len 200 --random-range-ratio 0.5"
+LENGTHS = {
+    name: ["--dataset-name", "random", "--ignore-eos", *words.split()]
+    for name, words in (("short", SHORT), ("chat", CHAT))
+}
+AT_ONCE = {"short": (1, 8, 64), "chat": (8, 64)}
+RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.25, 0.5, 1.0)}
+"""Requests a second: some that two cores answer at leisure, and some that they hardly can."""
+ARRIVING = {"short": 32, "chat": 16}
+"""Requests of each rate."""
+LIMIT = 7_200.0
+"""Seconds that a round of all rows may take."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("model", nargs="?", default="", help="default: a random one, vocabulary of 151,936")
+    add("--quick", action="store_true", help="two stages of each, few requests at once, one engine")
+    add("--loads", default="short,chat", help="of short, chat")
+    add(
+        "--sampling",
+        default="greedy,chat",
+        help="the first also with few requests; the last arrives",
+    )
+    add("--requests", type=int, default=64, help="the most at once (default: 64)")
+    add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    add("--engines", type=int, default=3, help="of each row (default: 3)")
+    add("--no-rates", action="store_true", help="no open arrivals")
+    add("--name", default="served", help="of the result")
+    args = parser.parse_args()
+    model = args.model or str(make_model("llama", MODELS / "llama-bench", size="bench"))
+    rows = ["sipipe", "stock"] if args.quick else args.rows.split(",")
+    loads = loads_of(args)
+    rounds = []
+    for number_of_round in range(1 if args.quick else args.engines):
+        order = rows[::-1] if number_of_round % 2 else rows
+        servers = {name: server(model, name) for name in order}
+        seed = 1000 * number_of_round
+        rounds.append(answered(servers, model, loads, first=seed, timeout=LIMIT))
+    dtype = "float32" if cpu_features.slow() else "bfloat16"
+    report(
+        args.name,
+        f"Served, {Path(model).name}, {dtype}, {len(rounds)} engine(s) a row, all alive, loads in turn",
+        table(loads, rows, rounds),
+        note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; medians and ranges; "
+        "ratios of answers side by side; TTFT, TPOT: ms to the first token and between later ones; "
+        "noise: the largest tok/s of a row's answers over the smallest",
+    )
+
+
+def server(model: str, row: str) -> dict[str, Any]:
+    """What starts one row's server."""
+    words = [model, "--max-model-len", "2048"]
+    words += ["--dtype", "float32"] if cpu_features.slow() else []
+    return server_job(words, ROWS[row])
+
+
+def loads_of(args: argparse.Namespace) -> list[Load]:
+    """The loads of a command, the short ones first."""
+    ways = args.sampling.split(",")
+    loads = []
+    for name in args.loads.split(","):
+        counts = [count for count in AT_ONCE[name] if count < args.requests] + [args.requests]
+        few = [count for count in counts if not args.quick or count in (1, args.requests)]
+        short = name == "short"
+        for way in ways:
+            for count in few if way == ways[0] else few[-1:]:
+                load = Load(
+                    name=f"{name}, {way}, {count}, at once",
+                    sampling=way,
+                    requests=count,
+                    rate=0.0,
+                    words=LENGTHS[name],
+                    repeat=2 if short else 1,
+                    learnt=count if short and count > 1 else 0,
+                )
+                loads.append(load)
+        for rate in () if args.quick or args.no_rates else RATES[name]:
+            load = Load(
+                name=f"{name}, {ways[-1]}, {ARRIVING[name]}, {rate:g}/s",
+                sampling=ways[-1],
+                requests=ARRIVING[name],
+                rate=rate,
+                words=LENGTHS[name],
+            )
+            loads.append(load)
+    return loads
+
+
+def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[str, Any]]:
+    """A line for each load and row, of all rounds."""
+    lines = []
+    for load in loads:
+        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for runs in rounds:
+            for name in rows:
+                found[name] += runs[load.name][name]
+        speeds = {name: [run["output_throughput"] for run in runs] for name, runs in found.items()}
+        best = max(
+            (name for name in rows if name in STOCK),
+            key=lambda name: statistics.median(speeds[name]),
+            default=None,
+        )
+        kind, way, count, rate = load.name.split(", ")
+        for name in rows:
+            same = next((row for row in rows if row in STOCK and STAGES[row] == STAGES[name]), None)
+            line: dict[str, Any] = {"load": kind, "sampling": way, "requests": int(count)}
+            line |= {"rate": rate, "engine": name, "tok/s": spread(speeds[name])}
+            for column, other in (
+                ("of stock with the same stages", same),
+                ("of stock's best", best),
+            ):
+                line[column] = _ratio(speeds[name], speeds[other]) if other else None
+            for title in ("TTFT", "TPOT"):
+                for part in ("p50", "p99"):
+                    values = [run[f"{part}_{title.lower()}_ms"] for run in found[name]]
+                    line[f"{title} {part}"] = spread(values)
+            line["noise"] = max(speeds[name]) / min(speeds[name])
+            lines.append(line)
+    return lines
+
+
+def _ratio(mine: list[float], theirs: list[float]) -> dict[str, float | int]:
+    return spread([one / other for one, other in zip(mine, theirs, strict=True)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""`benchmarks.campaign` with made-up benchmarks and results."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from benchmarks import campaign, results
+from benchmarks.campaign import CAMPAIGN_OF, CANARY_OF, RATIOS, Benchmark, differences
+from benchmarks.harness import spread
+
+
+def test_every_kept_result_of_this_machine_is_measured_by_the_campaign():
+    measured = {name for benchmark in CAMPAIGN_OF for name in benchmark.results}
+    kept = {name for name in results.names() if not results._elsewhere(results.kept(name))}
+    assert kept == measured
+    assert len({benchmark.name for benchmark in CAMPAIGN_OF}) == len(CAMPAIGN_OF)
+
+
+@pytest.mark.parametrize("benchmark", {*CAMPAIGN_OF, *CANARY_OF}, ids=lambda each: each.words[:50])
+def test_a_benchmark_takes_its_options(benchmark):
+    """Each option of a command stands in the source of its module."""
+    module, *words = benchmark.words.split()
+    place = results.ROOT / "benchmarks" / module
+    files = (
+        [place.with_suffix(".py")] if place.with_suffix(".py").exists() else [*place.glob("*.py")]
+    )
+    files += [results.ROOT / "benchmarks/emulation/ablation.py"] * ("--ablate" in words)
+    text = "".join(file.read_text() for file in files)
+    for word in words:
+        if word.startswith("--"):
+            assert f'"{word}"' in text, word
+
+
+def test_the_canary_watches_figures_that_it_measures_and_that_are_short():
+    measured = {name for benchmark in CANARY_OF for name in benchmark.results}
+    assert {ratio.figure.split(": ")[0] for ratio in RATIOS} <= measured
+    assert sum(benchmark.minutes for benchmark in CANARY_OF) <= 25
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A campaign in ``tmp_path`` whose commands are made up by the tests."""
+    monkeypatch.setattr(campaign, "BUILD", tmp_path / "bench")
+    monkeypatch.setattr(campaign, "place", lambda: tmp_path / "campaign")
+    (tmp_path / "bench").mkdir()
+    return tmp_path
+
+
+def runs(monkeypatch, place, results_of):
+    """Let each command end with its status and write its files, by its name; returns what ran."""
+    ran = []
+
+    def run(words, **options):
+        name = words[2].removeprefix("benchmarks.")
+        ran.append(name)
+        status, files = results_of[name]
+        for file in files:
+            row = {"way": "greedy", "tok/s": "1,234 (1,200-1,300)"}
+            (place / "bench" / f"{file}.json").write_text(json.dumps({"rows": [row]}))
+        return subprocess.CompletedProcess(words, status)
+
+    monkeypatch.setattr(campaign.subprocess, "run", run)
+    return ran
+
+
+def test_what_was_measured_is_not_measured_again_and_a_failure_is_named(place, monkeypatch, capsys):
+    benchmarks = tuple(Benchmark(name, name, (f"{name}-1",), 1) for name in ("good", "bad", "dumb"))
+    monkeypatch.setattr(campaign, "CAMPAIGN_OF", benchmarks)
+    monkeypatch.setattr("sys.argv", ["campaign"])
+    (place / "bench" / "dumb-1.json").write_text('{"rows": []}')  # of an earlier run
+    outcomes = {"good": (0, ["good-1"]), "bad": (3, ["bad-1"]), "dumb": (0, [])}
+    ran = runs(monkeypatch, place, outcomes)
+    assert campaign.main() == 1
+    assert ran == ["good", "bad", "dumb"]
+    said = capsys.readouterr().out
+    assert "failed: bad: its command ended with status 3" in said
+    assert "failed: dumb: its command wrote no dumb-1" in said
+    outcomes |= {"bad": (0, ["bad-1"]), "dumb": (0, ["dumb-1"])}
+    ran.clear()
+    assert campaign.main() == 0
+    assert ran == ["bad", "dumb"]
+    kept = json.loads((place / "campaign" / "good-1.json").read_text())
+    assert kept["rows"] == [{"way": "greedy", "tok/s": {"median": 1234, "low": 1200, "high": 1300}}]
+    assert kept["wall_s"] >= 0
+
+
+def test_a_benchmark_for_root_is_left_to_root(place, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "CAMPAIGN_OF", (Benchmark("net", "net", ("net",), 1, root=True),))
+    monkeypatch.setattr("sys.argv", ["campaign"])
+    ran = runs(monkeypatch, place, {"net": (0, ["net"])})
+    monkeypatch.setattr(campaign.os, "geteuid", lambda: 1000)
+    assert campaign.main() == 0
+    assert "net: not measured: it needs root" in capsys.readouterr().out
+    monkeypatch.setattr(campaign.os, "geteuid", lambda: 0)
+    assert campaign.main() == 0
+    assert ran == ["net"]
+
+
+def test_an_unknown_name_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["campaign", "--only", "served,nothing", "--list"])
+    with pytest.raises(SystemExit, match="--only nothing: none of timeline, served"):
+        campaign.main()
+
+
+def written(folder, **rows):
+    folder.mkdir(exist_ok=True)
+    for name, each in rows.items():
+        (folder / f"{name}.json").write_text(json.dumps({"rows": each}))
+    return folder
+
+
+def test_a_figure_that_left_its_own_range_is_named_in_either_direction(tmp_path):
+    def row(way, middle, ratio=1.0):
+        return {"sampling": way, "requests": 64, "tok/s": spread([middle - 5, middle, middle + 5]),
+                "ratio": ratio, "KV tokens": int(middle)}  # fmt: skip
+
+    before = written(
+        tmp_path / "kept", a=[row("greedy", 100.0), row("chat", 100.0), row("all", 100.0)]
+    )
+    for middle, differs in ((100.0, 0), (109.0, 0), (91.0, 0), (111.0, 1), (89.0, 1)):
+        after = [row("greedy", 100.0), row("chat", middle), row("all", 100.0)]
+        now = written(tmp_path / "now", a=after)
+        assert len(list(differences(now, before))) == differs
+    (line,) = differences(now, before)
+    assert line == "a: chat, 64: tok/s: 89 (84-94), kept 100 (95-105)"
+    written(
+        now, a=[row("greedy", 100.0, ratio=1.31), row("chat", 100.0, ratio=0.71), row("all", 100.0)]
+    )
+    assert list(differences(now, before)) == ["a: greedy, 64: ratio: 1.31, kept 1"]
+    written(now, a=[row("greedy", 100.0), row("chat", 100.0), row("top-p", 100.0)], b=[])
+    assert sorted(differences(now, before)) == [
+        "a: all, 64: gone",
+        "a: top-p, 64: new",
+        "b: has not been kept before",
+    ]
+
+
+def test_rows_that_are_of_the_same_are_compared_in_order(tmp_path):
+    before = written(tmp_path / "kept", a=[{"way": "x", "ms": 1.0}, {"way": "x", "ms": 9.0}])
+    now = written(tmp_path / "now", a=[{"way": "x", "ms": 1.1}, {"way": "x", "ms": 1.0}])
+    assert list(differences(now, before)) == ["a: x, 1: ms: 1, kept 9"]
+
+
+def test_the_canary_fails_where_a_ratio_left_its_range(tmp_path, monkeypatch, capsys):
+    ratio = campaign.Ratio("r", "a: total | side=sipipe", "a: total | side=stock")
+    monkeypatch.setattr(campaign, "RATIOS", (ratio, campaign.Ratio("s", "b: x")))
+    kept = written(
+        tmp_path / "kept", a=[{"side": "sipipe", "total": 4.0}, {"side": "stock", "total": 10.0}]
+    )
+    monkeypatch.setattr(results, "RESULTS", kept)
+    now = [{"side": "sipipe", "total": 4.0}, {"side": "stock", "total": 9.0}]
+    assert campaign.canary(written(tmp_path / "now", a=now)) == []
+    assert "r: 0.4444, kept 0.4: as kept" in (said := capsys.readouterr().out)
+    assert "s: cannot be compared: results b: there is no" in said
+    now[1]["total"] = 5.0
+    assert campaign.canary(written(tmp_path / "now", a=now)) == ["r: 0.8, kept 0.4"]
+
+
+def test_the_campaign_shows_its_commands():
+    words = [sys.executable, "-m", "benchmarks.campaign", "--list", "--canary"]
+    said = subprocess.run(
+        words, capture_output=True, text=True, cwd=results.ROOT, check=True
+    ).stdout
+    assert "python -m benchmarks.start --quick" in said
+    assert said.rstrip().endswith("in all")
