@@ -35,7 +35,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sipipe.config import SiPipeConfig
+from sipipe.engine.setup.derived import settings_of
 from sipipe.errors import ConfigError
 from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase, Role
@@ -57,7 +57,7 @@ _now = time.monotonic_ns
 def _open(vllm_config: Any, role: Role, index: int = 0, rank: int = 0) -> Recorder:
     if not current_platform.is_cpu():
         raise ConfigError("stock vLLM can be recorded on CPUs only")
-    settings = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    settings = settings_of(vllm_config)
     if settings.trace is None:
         raise ConfigError(
             "recording stock vLLM needs a directory: "

@@ -58,9 +58,7 @@ def opener(stages=2, ranks=1, outcome=None, *, transport="auto", on_cpu=False, a
         stages=stages, ranks=ranks, slots=stages + 1, link_tokens=512, rows=8, config=config
     )
     setup.dtype = "bfloat16"
-    setup.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(get_hidden_size=lambda: 8),
-    )
+    setup.hidden_size = 8
     described = [StageDescription(takes=TAKES, gpu=f"uuid-{r}") for r in range(stages * ranks)]
     calls = Stages(stages * ranks, outcome or {})
     link_opener.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)

@@ -52,7 +52,7 @@ class _Plan:
 
 
 class LinkOpener:
-    """Opens the links of an engine whose workers have described themselves: ``ranks``."""
+    """Opens the links of an engine whose workers have described themselves in ``ranks``."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LinkOpener:
         addresses: Mapping[int, str],
         ranks: Sequence[StageDescription],
     ) -> None:
-        """``addresses``: of the other hosts, by their first stage."""
+        """``addresses`` are those of the other hosts, by their first stage."""
         self._setup = setup
         self._calls = calls
         self._addresses = addresses
@@ -87,15 +87,14 @@ class LinkOpener:
         """Open the links of final hidden states, from the last stage to each other one, where the
         output projection is shared out. Raises as :meth:`join_stages`."""
         setup = self._setup
-        hidden_size = setup.vllm_config.model_config.get_hidden_size()
-        rows = TensorSpec("hidden_states", setup.dtype, (TOKENS, hidden_size))
+        rows = TensorSpec("hidden_states", setup.dtype, (TOKENS, setup.hidden_size))
         tensors = TensorSchema((rows,)).encode()
         links = make_final_links(setup, self._kinds[0], self._device)
         return self._open({pair: self._plan(pair, link, tensors) for pair, link in links.items()})
 
     def _plan(self, pair: Pair, link: LinkEndpoint, tensors: bytes) -> _Plan:
-        """The plan of a link that has its first transport, or of slices of GPUs, which cannot map one
-        another's memory, the first that does without."""
+        """The plan of a link, which begins with its first transport. Slices of a GPU cannot map one
+        another's memory, so a link of theirs begins with the first transport that does without."""
         kinds = (link.kind,) if link.address else self._kinds
         if any(is_slice(self._ranks[rank].gpu) for rank in pair):
             kinds = tuple(kind for kind in kinds if kind != "cuda_ipc")
@@ -146,7 +145,8 @@ class LinkOpener:
                 pair=pair,
                 endpoint=plan.endpoint,
                 tensors=plan.tensors,
-                # Where nothing can take its place, a slow machine is let be slow.
+                # A last transport has nothing to take its place, and gets as long as an iteration: a
+                # slow machine may be slow.
                 seconds=TRIAL_SECONDS
                 if plan.others
                 else max(TRIAL_SECONDS, plan.endpoint.stall_timeout),
@@ -204,8 +204,13 @@ def describe_links(links: Sequence[LinkEndpoint]) -> str:
     names: dict[str, list[str]] = {}
     for link in links:
         names.setdefault(link.transport, []).append(link.name)
-    most, *others = sorted(names, key=lambda transport: -len(names[transport])) or ["none"]
-    return ", ".join([most, *(f"{other} on {' '.join(names[other])}" for other in others)])
+    if not names:
+        return "none"
+    usual, *exceptions = sorted(names, key=lambda transport: -len(names[transport]))
+    parts = [usual]
+    for transport in exceptions:
+        parts.append(f"{transport} on {' '.join(names[transport])}")
+    return ", ".join(parts)
 
 
 def make_final_links(
@@ -233,8 +238,12 @@ def make_links(
     """One link from every rank but the last stage's to the same rank of the next stage.
 
     Args:
-        addresses: of the other hosts, by their first stage.
+        setup: what was decided for the engine.
+        addresses: addresses of the other hosts, by their first stage.
         kind: the transport within a host.
+        device: where the stages' hidden states are.
+
+    Returns the links by the ranks of sender and receiver.
     """
     links = {}
     encrypts = setup.config.hosts.encrypt_links

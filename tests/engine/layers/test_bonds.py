@@ -15,6 +15,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
 from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
 from sipipe.engine.layers.cut import cut_layers, layer_split, nearest_even
+from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.engine.start import arguments, plugin
 from sipipe.errors import ConfigError
@@ -102,14 +103,20 @@ def gemma4(tmp_path_factory):
     return configured
 
 
+def choose(vllm_config, **settings):
+    """The cut of an engine whose CPU samplers draw."""
+    config = SiPipeConfig.from_dict(settings)
+    return choose_layers(vllm_config, config, decoder_of(vllm_config), by_cost=True)
+
+
 @pytest.mark.parametrize("by_cost", [True, False])
 def test_auto_keeps_shared_caches_and_says_so(gemma4, monkeypatch, by_cost):
     monkeypatch.delenv(VARIABLE, raising=False)
     made = gemma4(4)
     config = SiPipeConfig.from_dict({})
-    cut = choose_layers(made, config, by_cost=by_cost)
+    cut = choose_layers(made, config, decoder_of(made), by_cost=by_cost)
     assert sum(cut[:-1]) <= 4
-    said = describe_layers(made, config, cut, by_cost=by_cost)
+    said = describe_layers(made, config, decoder_of(made), cut, by_cost=by_cost)
     assert "kept on one stage: layers 4 to 7 (later ones read earlier ones' KV cache)" in said
 
 
@@ -118,14 +125,14 @@ def test_a_cut_that_cannot_work_is_refused_by_name(gemma4, monkeypatch):
     with pytest.raises(
         ConfigError, match=r'"layers" in the sipipe config cuts \[5, 3\]: layers 4 to 7'
     ):
-        choose_layers(gemma4(2), SiPipeConfig.from_dict({"layers": [5, 3]}), by_cost=True)
+        choose(gemma4(2), layers=[5, 3])
     with pytest.raises(ConfigError, match='"layers" "even" cuts'):
-        choose_layers(gemma4(4), SiPipeConfig.from_dict({"layers": "even"}), by_cost=True)
+        choose(gemma4(4), layers="even")
     with pytest.raises(ConfigError, match="leaves room for 5 stages at most"):
-        choose_layers(gemma4(6), SiPipeConfig.from_dict({}), by_cost=True)
+        choose(gemma4(6))
     monkeypatch.setenv(VARIABLE, "6,2")
     with pytest.raises(ConfigError, match=rf"{VARIABLE} cuts \[6, 2\]"):
-        choose_layers(gemma4(2), SiPipeConfig.from_dict({}), by_cost=True)
+        choose(gemma4(2))
 
 
 @pytest.mark.parametrize("device", ["h100", "cpu"])
@@ -139,7 +146,7 @@ def test_a_planned_cut_is_one_that_the_engine_accepts(gemma4, monkeypatch, devic
     planned = by_degree(plan)[stages, 1].ours
     made = gemma4(stages)
     for cut in (planned.cut, tuple(stage.layers for stage in planned.placement.stages)):
-        assert choose_layers(made, SiPipeConfig(layers=cut), by_cost=True) == cut
+        assert choose(made, layers=cut) == cut
 
 
 def test_what_a_plan_rules_out_is_named(gemma4):

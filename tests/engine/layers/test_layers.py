@@ -15,8 +15,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from benchmarks.make_model.checkpoint import make_model
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers, model_facts
+from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
 from sipipe.engine.layers.cut import fill, kv_lost
+from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.layers.vocabulary import (
     Vocabulary,
     choose_vocabulary,
@@ -44,7 +45,8 @@ def _no_variable(monkeypatch):
 
 
 def choose(engine_config, by_cost=True, **settings):
-    return choose_layers(engine_config, SiPipeConfig.from_dict(settings), by_cost=by_cost)
+    config = SiPipeConfig.from_dict(settings)
+    return choose_layers(engine_config, config, decoder_of(engine_config), by_cost=by_cost)
 
 
 def test_the_last_stage_gets_fewer_for_its_projection(engine_config):
@@ -55,7 +57,8 @@ def test_the_last_stage_gets_fewer_for_its_projection(engine_config):
 def test_no_more_of_the_cache_goes_than_was_said(engine_config):
     def described(cut, by_cost=True, **settings):
         config = SiPipeConfig.from_dict(settings)
-        return describe_layers(engine_config, config, cut, by_cost=by_cost)
+        decoder = decoder_of(engine_config)
+        return describe_layers(engine_config, config, decoder, cut, by_cost=by_cost)
 
     assert choose(engine_config) == (4, 4)
     said = described((4, 4))
@@ -84,16 +87,18 @@ def test_the_users_cut(engine_config, monkeypatch):
 
 
 def test_weights_have_the_width_that_they_are_served_in(engine_config):
-    assert model_facts(engine_config).weight_bytes == 2, "vLLM serves a float32 file in bfloat16"
+    assert decoder_of(engine_config).facts.weight_bytes == 2, (
+        "vLLM serves a float32 file in bfloat16"
+    )
     made = copy.copy(engine_config)
     made.model_config = copy.copy(engine_config.model_config)
     made.model_config.dtype = torch.float32
-    assert model_facts(made).weight_bytes == 4
+    assert decoder_of(made).facts.weight_bytes == 4
 
 
 def test_a_stage_without_layers_costs_no_cache(engine_config):
-    assert kv_lost(model_facts(engine_config), (0, 8), 1, 80e9) > 0
-    assert kv_lost(model_facts(engine_config), (8, 0), 1, 80e9) > 0
+    assert kv_lost(decoder_of(engine_config).facts, (0, 8), 1, 80e9) > 0
+    assert kv_lost(decoder_of(engine_config).facts, (8, 0), 1, 80e9) > 0
 
 
 @pytest.mark.parametrize("layers", [[8], [4, 3], [2, 2, 4]])
@@ -122,7 +127,9 @@ def test_a_worker_tells_vllm_the_cut(monkeypatch):
 
 
 def vocabulary(engine_config, cut=(7, 1), **settings):
-    chosen, layers = choose_vocabulary(engine_config, SiPipeConfig.from_dict(settings), cut)
+    config = SiPipeConfig.from_dict(settings)
+    decoder = decoder_of(engine_config)
+    chosen, layers = choose_vocabulary(engine_config, config, decoder, cut)
     return chosen.parts, layers, str(chosen)
 
 

@@ -13,7 +13,7 @@ from vllm import EngineArgs
 from vllm.utils import cpu_resource_utils
 
 from sipipe.cores import CorePlan
-from sipipe.engine.layers.choose import model_facts
+from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.setup import kv_memory
 from sipipe.engine.setup.checkpoint import weight_files
 from sipipe.errors import ResourceError
@@ -42,6 +42,7 @@ def configuration(model: str, size: int | None = None, **places: str) -> SimpleN
         model_config=SimpleNamespace(
             model=model,
             revision=None,
+            hf_config=quantized,
             hf_text_config=quantized,
             dtype=torch.bfloat16,
             get_total_num_hidden_layers=lambda: quantized.num_hidden_layers,
@@ -59,13 +60,13 @@ def test_files_that_a_container_has_read_leave_room_for_caches(tmp_path, monkeyp
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(memory, "control_groups", lambda _: (tmp_path / "box", tmp_path))
     free = GIB - (1000 - 864) * MIB
-    given = kv_memory.share_kv_memory(configuration(str(tmp_path)), [TWO], (16, 16))
+    given = kv_memory.share_kv_memory(configuration(str(tmp_path)), [TWO], (16, 16), None)
     assert given == pytest.approx(0.4 * free / 2, abs=MIB)
     # vLLM's workers find the same.
     assert cpu_resource_utils.get_memory_node_info(0).available_memory == free
     assert cpu_resource_utils.get_memory_node_info(0).total_memory == GIB
     asked = configuration(str(tmp_path), size=800 * MIB)
-    assert kv_memory.share_kv_memory(asked, [TWO], (16, 16)) is None
+    assert kv_memory.share_kv_memory(asked, [TWO], (16, 16), None) is None
 
 
 def test_nodes_of_a_container_share_its_room(monkeypatch):
@@ -98,20 +99,20 @@ def test_weights_of_unknown_width_are_as_many_as_their_files(tmp_path, monkeypat
         (repository / "refs" / "main").write_text("abc")
     model = str(tmp_path) if where == "directory" else "org/name"
     config = configuration(model, cache=str(tmp_path))
-    assert model_facts(config) is None
-    given = kv_memory.share_kv_memory(config, [TWO], (16, 16))
+    assert decoder_of(config).facts is None
+    given = kv_memory.share_kv_memory(config, [TWO], (16, 16), None)
     weights = 6 * GIB if where in there else 0
     assert given == pytest.approx(0.4 * (10 * GIB - weights) / 2, abs=MIB)
     # One of two hosts loads half of them.
     here = CorePlan(workers=TWO.workers[:1], samplers=(), scheduler=(0,))
-    given = kv_memory.share_kv_memory(config, [here], (16, 16))
+    given = kv_memory.share_kv_memory(config, [here], (16, 16), None)
     assert given == pytest.approx(0.4 * (10 * GIB - weights // 2), abs=MIB)
     if where == "directory":
         sparse(tmp_path / "model-3.safetensors", 4 * GIB)
         with pytest.raises(
             ResourceError, match=r"node 0 has 10\.0 GiB.*weights .* 2 workers load take 10\.0 GiB"
         ) as it:
-            kv_memory.share_kv_memory(config, [TWO], (16, 16))
+            kv_memory.share_kv_memory(config, [TWO], (16, 16), None)
         assert "\n" not in str(it.value)
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine.iteration.bus import ENTRY_BYTES, ring_entries
+from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import memory_budget
 from sipipe.engine.setup.record import Setup
@@ -50,6 +51,7 @@ def setup_of(*, stages=3, samplers=2, device="cpu") -> Setup:
         vllm_config=vllm_config,
         config=SiPipeConfig(inflight=4),
         reason="",
+        decoder=Decoder(layers=stages, bonds=(), facts=None),
         layers=(1,) * stages,
         vocabulary=Vocabulary(),
         cores=CorePlan(workers=(((),),) * stages, samplers=((),) * samplers, scheduler=()),

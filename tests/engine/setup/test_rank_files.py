@@ -10,6 +10,7 @@ from benchmarks.make_model.checkpoint import make_model
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
+from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.setup.rank_files import check_rank_files, stored_cut
 from sipipe.engine.start import arguments, plugin
 from sipipe.errors import ConfigError
@@ -35,14 +36,17 @@ def stored(tmp_path, monkeypatch):
 
 
 def choose(made, **settings):
-    return choose_layers(made, SiPipeConfig.from_dict(settings), by_cost=True)
+    config = SiPipeConfig.from_dict(settings)
+    return choose_layers(made, config, decoder_of(made), by_cost=True)
 
 
 def test_the_stored_cut_is_the_cut(stored):
     _, made = stored
     check_rank_files(made, range(2))
     assert stored_cut(made) == choose(made) == choose(made, layers=[3, 1]) == (3, 1)
-    assert "3, 1 (" in describe_layers(made, SiPipeConfig.from_dict({}), (3, 1), by_cost=True)
+    decoder = decoder_of(made)
+    line = describe_layers(made, SiPipeConfig(), decoder, (3, 1), by_cost=True)
+    assert "3, 1 (" in line
     with pytest.raises(
         ConfigError, match=r'"layers" .* cuts \[2, 2\], but MODEL is stored .*\[3, 1\]'
     ):

@@ -320,7 +320,7 @@ def sharing_executor(monkeypatch):
         open=lambda: SimpleNamespace(vocabulary=Vocabulary((0.5, 0.5)), setup=decided),
         observed=lambda scheduler: scheduler,
         resolver=SimpleNamespace(thread=SimpleNamespace(native_id=1)),
-        dispatcher=SimpleNamespace(settle=lambda: None),
+        dispatcher=SimpleNamespace(publish_all=lambda: None),
         calls=SimpleNamespace(call=lambda *_: answered),
     )
     made = make_executor(monkeypatch, decided, pipeline)

@@ -179,7 +179,6 @@ class LocalHost:
 
 def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
     """The settings that all samplers of this host have in common."""
-    model = setup.vllm_config.model_config
     reasoning = setup.vllm_config.reasoning_config
     thinking: tuple[list[int], list[int], list[int]] = ([], [], [])
     if reasoning is not None and reasoning.enabled:
@@ -189,8 +188,8 @@ def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
             reasoning.natural_reasoning_end_token_ids or [],
         )
     return SamplerSettings(
-        vocab_size=model.get_vocab_size(),
-        logprobs_mode=model.logprobs_mode,
+        vocab_size=setup.vocab_size,
+        logprobs_mode=setup.vllm_config.model_config.logprobs_mode,
         reasoning=thinking,
         speculation=proposing(setup.vllm_config),
         watched=watched,

@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from sipipe.config import SiPipeConfig
 from sipipe.engine.hosts.ray_bundles import Bundle, arrange
 from sipipe.engine.hosts.ray_claim import Claim, Order
+from sipipe.engine.setup.derived import settings_of
 from sipipe.engine.setup.host_agreement import ports_used, versions
 from sipipe.errors import ConfigError, StallError, UnsupportedError
 from sipipe.gpu_slices import named_slices
@@ -92,8 +93,8 @@ class Placement:
             )
             first_claim = self._claims[node][0]
             answers.append(first_claim.start.remote(order, environment, os.getcwd()))
-        config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-        reasons = _get(self._ray, answers, config.start_timeout, "starting the host agents")
+        seconds = settings_of(vllm_config).start_timeout
+        reasons = _get(self._ray, answers, seconds, "starting the host agents")
         for node, reason in enumerate(reasons, start=1):
             if reason:
                 raise ConfigError(f"host {node} ({self._addresses[node]}): {reason}")
@@ -103,11 +104,12 @@ def config_of(order: Order) -> VllmConfig:
     """The configuration of the host that gets ``order``, with the GPUs that Ray gave it. Called on
     that host, once its versions are known to be the main host's."""
     config: VllmConfig = pickle.loads(order.config)  # from the main host, through Ray
-    settings = config.additional_config["sipipe"]
+    settings = dict(config.additional_config["sipipe"])
     if order.devices:
         settings["devices"] = _visible(order.devices)
     if isinstance(settings.get("cores"), dict):  # a plan of the main host's cores
         settings["cores"] = "auto"
+    config.additional_config = {**config.additional_config, "sipipe": settings}
     return config
 
 
@@ -138,7 +140,7 @@ def place(vllm_config: VllmConfig) -> Placement:
     Raises ConfigError: there is no Ray or no cluster, the group does not fit, or options name hosts
     or GPUs, too. StallError: the cluster has no room within the start timeout."""
     parallel = vllm_config.parallel_config
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     _check_options(vllm_config, config)
     ray = _connect(parallel.ray_runtime_env)
     stages = parallel.pipeline_parallel_size
@@ -165,7 +167,7 @@ def place(vllm_config: VllmConfig) -> Placement:
     claims = _start_claims(ray, group, hosts, gpus)
     devices = _claimed_devices(ray, claims, device, seconds)
     settings = _settings_of_hosts(
-        vllm_config, ray, hosts, claims, address=addresses[this_node], ranks=ranks, seconds=seconds
+        vllm_config, ray, hosts, claims, address=addresses[this_node], ranks=ranks
     )
     if device == "GPU":
         settings["devices"] = _visible(devices[0])
@@ -231,18 +233,19 @@ def _settings_of_hosts(
     *,
     address: str,
     ranks: int,
-    seconds: float,
 ) -> dict[str, Any]:
     """SiPipe's settings with the hosts that Ray has given. Several hosts also get ports that are free
     on all of them, and a secret; ``address`` is this node's by Ray."""
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     settings = vllm_config.additional_config.get("sipipe") or {}
     host_settings = settings.get("hosts", {})
     port = config.hosts.port
     if len(hosts) > 1:
         if "port" not in host_settings:
             needed = ports_used(len(hosts), ranks)
-            port = _free_ports(ray, [host[0] for host in claims], port, needed, seconds)
+            port = _free_ports(
+                ray, [host[0] for host in claims], port, needed, config.start_timeout
+            )
         _make_secret()
     workers = [sum(bundle.workers for bundle in bundles) for bundles in hosts.values()]
     placed = {

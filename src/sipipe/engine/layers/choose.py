@@ -4,33 +4,28 @@ vLLM's models call ``get_pp_indices``, which reads ``VLLM_PP_LAYER_PARTITION``. 
 in its own environment, so that nothing is left in the process that holds the engine.
 """
 
-import dataclasses
-import json
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.bonds import Bond, bonds_of, boundaries, broken
+from sipipe.engine.layers.bonds import Bond, boundaries, broken
 from sipipe.engine.layers.cut import Cut, cut_layers, kv_lost, layer_split, nearest_even, speed_up
+from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.layers.facts import ModelFacts
-from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.rank_files import stored_cut
-from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.errors import ConfigError
 
 VARIABLE = "VLLM_PP_LAYER_PARTITION"
 
-logger = init_logger(f"vllm.{__name__}")
-
 
 def choose_layers(
-    vllm_config: VllmConfig, config: SiPipeConfig, *, by_cost: bool
+    vllm_config: VllmConfig, config: SiPipeConfig, decoder: Decoder, *, by_cost: bool
 ) -> tuple[int, ...]:
     """Choose the number of decoder layers of each stage.
 
@@ -40,48 +35,44 @@ def choose_layers(
     Raises ConfigError: ``"layers"`` does not fit the model or the stages, or contradicts
     ``VLLM_PP_LAYER_PARTITION``."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    total = vllm_config.model_config.get_total_num_hidden_layers()
+    total = decoder.layers
+    bonds = decoder.bonds
     if config.layers != "auto" and envs.VLLM_PP_LAYER_PARTITION is not None:
         raise ConfigError(
             f'sipipe config: "layers" and {VARIABLE} both cut the layers: leave one of them out'
         )
     stored = stored_cut(vllm_config)
     if isinstance(config.layers, tuple):
-        _check_named(vllm_config, config.layers, stored)
+        _check_named(decoder, config.layers, stages, stored)
         return config.layers
     if stored is not None and is_free(config):
         return stored
-    bonds = model_bonds(vllm_config)
     starts = boundaries(bonds, total)
     if config.layers == "auto" and bonds and len(starts) < stages - 1 < total:
         raise ConfigError(
             f"--pipeline-parallel-size {stages}: {bonds[0]} of this model have to be on one stage, which "
             f"leaves room for {len(starts) + 1} stages at most"
         )
-    if by_cost and is_free(config) and 1 < stages <= total:
-        facts = model_facts(vllm_config)
-        if facts is not None:
-            return _cut(vllm_config, facts, config.kv_loss)
+    if by_cost and is_free(config) and 1 < stages <= total and decoder.facts is not None:
+        return _cut(vllm_config, decoder.facts, config.kv_loss)
     cut = _vllms_cut(total, stages)
     if is_free(config) and bonds:
         return nearest_even(total, stages, starts)
     option = VARIABLE if envs.VLLM_PP_LAYER_PARTITION is not None else '"layers" "even"'
-    _check_bonds(vllm_config, cut, option)
+    _check_bonds(bonds, cut, option)
     _check_stored(stored, cut, option)
     return cut
 
 
-def _check_named(vllm_config: VllmConfig, layers: Cut, stored: Cut | None) -> None:
+def _check_named(decoder: Decoder, layers: Cut, stages: int, stored: Cut | None) -> None:
     """Refuse a cut of the user's that does not fit. Raises ConfigError."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    total = vllm_config.model_config.get_total_num_hidden_layers()
-    if len(layers) != stages or sum(layers) != total:
+    if len(layers) != stages or sum(layers) != decoder.layers:
         raise ConfigError(
             f'sipipe config: "layers" must have one number for each of the {stages} stages, '
-            f"{total} layers together, not {list(layers)}"
+            f"{decoder.layers} layers together, not {list(layers)}"
         )
     option = '"layers" in the sipipe config'
-    _check_bonds(vllm_config, layers, option)
+    _check_bonds(decoder.bonds, layers, option)
     _check_stored(stored, layers, option)
 
 
@@ -98,22 +89,6 @@ def _vllms_cut(total: int, stages: int) -> Cut:
     return cut
 
 
-def model_bonds(vllm_config: VllmConfig) -> tuple[Bond, ...]:
-    """The layers of the model that have to be on one stage."""
-    model = vllm_config.model_config
-    # Omni models have their text and vision models in a part of their own.
-    thinker = getattr(model.hf_config, "thinker_config", model.hf_config)
-    vision = getattr(thinker, "vision_config", None)
-    return bonds_of(_fields(model.hf_text_config), _fields(vision))
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    """The fields of a part of the model's configuration. It may be a dict, or None for no field."""
-    if config is None or isinstance(config, dict):
-        return dict(config or {})
-    return dict(config.to_dict())
-
-
 def _check_stored(stored: Cut | None, layers: Cut, option: str) -> None:
     """Refuse another cut than the one for which a checkpoint is stored by rank. Raises ConfigError,
     which names ``option``."""
@@ -124,9 +99,8 @@ def _check_stored(stored: Cut | None, layers: Cut, option: str) -> None:
         )
 
 
-def _check_bonds(vllm_config: VllmConfig, layers: tuple[int, ...], option: str) -> None:
+def _check_bonds(bonds: tuple[Bond, ...], layers: Cut, option: str) -> None:
     """Refuse a cut that breaks a bond. Raises ConfigError, which names ``option`` and a cut that works."""
-    bonds = model_bonds(vllm_config)
     bond = broken(bonds, layers)
     if bond is None:
         return
@@ -180,14 +154,19 @@ def _memory(vllm_config: VllmConfig) -> float:
 
 
 def describe_layers(
-    vllm_config: VllmConfig, config: SiPipeConfig, layers: tuple[int, ...], *, by_cost: bool
+    vllm_config: VllmConfig,
+    config: SiPipeConfig,
+    decoder: Decoder,
+    layers: tuple[int, ...],
+    *,
+    by_cost: bool,
 ) -> str:
     """One line on the stages' layers: how they differ from vLLM's cut and what that costs, or what a
     cut would be worth that costs too much. Empty where there is nothing to say. ``by_cost`` as
     :func:`choose_layers`."""
     even = layer_split(sum(layers), len(layers))
     free = by_cost and is_free(config)
-    facts = model_facts(vllm_config) if layers != even or free else None
+    facts = decoder.facts
     tp = vllm_config.parallel_config.tensor_parallel_size
     memory = _memory(vllm_config)
 
@@ -198,7 +177,6 @@ def describe_layers(
     def text(cut: tuple[int, ...]) -> str:
         return ", ".join(map(str, cut))
 
-    bonds = model_bonds(vllm_config) if len(layers) > 1 else ()
     remarks = []
     if layers != even:
         remarks.append(f"evenly cut: {text(even)}; costs {cost(layers)}")
@@ -211,24 +189,6 @@ def describe_layers(
                 f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
                 f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'
             )
-    if bonds:
-        remarks.append(f"kept on one stage: {'; '.join(map(str, bonds[:3]))}")
+    if decoder.bonds and len(layers) > 1:
+        remarks.append(f"kept on one stage: {'; '.join(map(str, decoder.bonds[:3]))}")
     return f"Layers of the stages: {text(layers)} ({'; '.join(remarks)})" if remarks else ""
-
-
-def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:
-    """Sizes of the model's weights. None, with a line in the log, where its configuration does not
-    tell them."""
-    model = vllm_config.model_config
-    try:
-        fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
-        # vLLM decides the dtype, whatever the file has.
-        fields["dtype"] = str(model.dtype).removeprefix("torch.")
-        facts = facts_from_config(fields, name=str(model.model))
-    except (ConfigError, UnsupportedError, TypeError) as error:
-        # TypeError: a field is no JSON.
-        logger.info("The model's weights are not known: %s", error)
-        return None
-    # Of its vision nothing stands in the text's configuration.
-    facts = dataclasses.replace(facts, bonds=model_bonds(vllm_config))
-    return facts if facts.layers == model.get_total_num_hidden_layers() else None

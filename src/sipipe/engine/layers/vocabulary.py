@@ -7,7 +7,7 @@ from itertools import pairwise
 from vllm.config import VllmConfig
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.choose import choose_layers, device_kind, model_facts
+from sipipe.engine.layers.choose import choose_layers, device_kind
 from sipipe.engine.layers.cut import (
     WORTH_SHARING,
     fill,
@@ -15,6 +15,7 @@ from sipipe.engine.layers.cut import (
     projection_times,
     share_projection,
 )
+from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.setup.compatibility import device_may_draw
 from sipipe.engine.setup.draft_head import head_of
 
@@ -42,17 +43,17 @@ class Vocabulary:
 
 
 def choose_vocabulary(
-    vllm_config: VllmConfig, config: SiPipeConfig, cut: tuple[int, ...]
+    vllm_config: VllmConfig, config: SiPipeConfig, decoder: Decoder, cut: tuple[int, ...]
 ) -> tuple[Vocabulary, tuple[int, ...]]:
     """Choose the shares of the output projection, and the layers of the stages that go with them, in an
     engine whose samplers draw. ``cut`` are the layers if the last stage has all of the projection."""
     if config.vocabulary == "last" or len(cut) == 1:
         return Vocabulary(), cut
     reason = _why_last(vllm_config, config)
-    facts = None if reason else model_facts(vllm_config)
-    if facts is None:
+    facts = decoder.facts
+    if reason or facts is None:
         return Vocabulary(why=reason or "the sizes of the model's weights are not known"), cut
-    even = choose_layers(vllm_config, config, by_cost=False)
+    even = choose_layers(vllm_config, config, decoder, by_cost=False)
     tp = vllm_config.parallel_config.tensor_parallel_size
     kind = device_kind()
     parts, gain = share_projection(facts, cut, even, tp, device=kind)

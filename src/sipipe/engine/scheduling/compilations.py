@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sipipe.config import SiPipeConfig
+from sipipe.engine.setup.derived import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -216,7 +216,7 @@ def compile_beside(
         return None
     pool.shutdown(wait=False)
     compilations = Compilations(
-        SiPipeConfig.from_additional_config(vllm_config.additional_config).grammar_timeout,
+        settings_of(vllm_config).grammar_timeout,
         check=lambda grammar: check_grammar(manager, grammar),
         most=max(LEAST, (multiprocessing.cpu_count() + 1) // 2),
     )

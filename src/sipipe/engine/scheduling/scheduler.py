@@ -40,13 +40,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.choose import model_facts
+from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.scheduling.blocks import answer_shortly
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, usual
+from sipipe.engine.setup.derived import settings_of
 
 NEVER = sys.maxsize
 """As a step."""
@@ -66,13 +66,13 @@ class PipelineScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         answer_shortly(self.kv_cache_manager)
-        config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
+        config = settings_of(self.vllm_config)
         self.ahead: int = getattr(self.vllm_config, "ahead", 0)
         """Microbatches that are scheduled before there is room for them in the pipeline."""
         self.controller = ConcurrencyController(
             stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             slots=self.vllm_config.max_concurrent_batches - self.ahead,
-            first=usual(model_facts(self.vllm_config)),
+            first=usual(decoder_of(self.vllm_config).facts),
         )
         """Knows how long microbatches take, and says how many slots to open."""
         self._policy = SlotPolicy(

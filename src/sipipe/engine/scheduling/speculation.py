@@ -36,8 +36,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.best_effort import BestEffort
-from sipipe.config import SiPipeConfig
 from sipipe.engine.scheduling.forced import ForcedTokens
+from sipipe.engine.setup.derived import settings_of
 from sipipe.engine.setup.draft_head import HEADS, why_no_head
 from sipipe.errors import UnsupportedError
 from sipipe.messages.start_records import NGramSettings, SuffixSettings
@@ -333,7 +333,7 @@ def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoS
     """What there is of it in this engine."""
     if not scheduler.rows:
         return NoSpeculation()
-    config = SiPipeConfig.from_additional_config(scheduler.vllm_config.additional_config)
+    config = settings_of(scheduler.vllm_config)
     kind = Speculation if scheduler.head_drafts is None else HeadSpeculation
     return kind(scheduler, controller, config.microbatches.tpot_target_ms / 1e3)
 

@@ -15,6 +15,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from sipipe.config import SiPipeConfig
 from sipipe.cores import alone, this_machine
 from sipipe.engine.scheduling.speculation import check_speculation
+from sipipe.engine.setup.derived import settings_of
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.kv_files import settings as kv_files
 
@@ -43,7 +44,7 @@ def check_features(vllm_config: VllmConfig) -> None:
             f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
             "option out (this platform may not be supported)"
         )
-    hosts = SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts
+    hosts = settings_of(vllm_config).hosts
     replicas = parallel.data_parallel_size > 1
     refused = {
         # vLLM has them wait for each other at every step.
@@ -107,7 +108,7 @@ def check_cuttable(vllm_config: VllmConfig) -> None:
 def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
     """How many microbatches are scheduled before the tokens that they need have come: vLLM's
     ``--async-scheduling``, ``asked``; None: as many as pay. Raises UnsupportedError: it cannot be."""
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     if (named := vllm_config.scheduler_config.scheduler_cls) is not None:
         _check_scheduler(named)
     against = {

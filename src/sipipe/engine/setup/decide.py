@@ -1,9 +1,10 @@
-"""Decides how one engine is set up: once in the foreground, once in the engine's process."""
+"""The decision how one engine is set up: once in the foreground, once in the engine's process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import torch
@@ -12,14 +13,12 @@ from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
 from sipipe.config import CorePlacement, SiPipeConfig
-from sipipe.cores import (
-    plan_cores,
-    share_of,
-    this_machine,
-)
+from sipipe.cores import CorePlan, plan_cores, share_of, this_machine
 from sipipe.engine.layers.choose import choose_layers
+from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.setup import compatibility
+from sipipe.engine.setup.derived import settings_of
 from sipipe.engine.setup.host_agreement import check_hosts
 from sipipe.engine.setup.kv_memory import share_kv_memory
 from sipipe.engine.setup.rank_files import check_rank_files
@@ -40,90 +39,142 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
             "name sipipe in VLLM_PLUGINS where that is set"
         )
     compatibility.check_features(vllm_config)
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     reason = compatibility.why_not_samplers(vllm_config, config)
-    parallel = vllm_config.parallel_config
+    # The part of the pipeline that this host has.
     check_hosts(config.hosts, node, config.start_timeout)
-    stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    parallel = vllm_config.parallel_config
+    stages = parallel.pipeline_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
     check_rank_files(vllm_config, here)
-    replicas, workers = vllm_config.replicas, len(here) * tp  # of each
-    _check_devices(config, replicas * len(here), tp)
-    if config.devices is None and named_slices() and not current_platform.is_cpu():
-        # A worker sees its own alone, so that its number says which.
-        config = msgspec.structs.replace(config, devices=tuple(range(replicas * workers)))
-    if replicas > 1 and isinstance(config.cores, CorePlacement):
-        raise ConfigError(
-            f'sipipe config: "cores" places one pipeline, and --data-parallel-size {replicas} has '
-            'several: leave it "auto", or "off"'
-        )
-    nodes = _nodes(config.devices or range(replicas * workers))
-    plans = [
-        plan_cores(
-            share_of(this_machine(most=config.most_cores), number, replicas),
-            stages=len(here),
-            tensor_parallel=tp,
-            samplers=0 if reason or stages - 1 not in here else config.samplers,
-            placement=config.cores,
-            device="cpu" if current_platform.is_cpu() else "cuda",
-            nodes=nodes[number * workers :],
-        )
-        for number in range(replicas)
-    ]
-    layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
+    # The devices and cores of this host, which all replicas share.
+    replicas = vllm_config.replicas
+    config = _with_devices(config, replicas * len(here), parallel.tensor_parallel_size)
+    has_samplers = not reason and stages - 1 in here
+    plans = _plan_replicas(
+        config,
+        replicas,
+        stages=len(here),
+        ranks=parallel.tensor_parallel_size,
+        samplers=config.samplers if has_samplers else 0,
+    )
+    # The layers of all stages, and the output projection.
+    decoder = decoder_of(vllm_config)
+    layers = choose_layers(vllm_config, config, decoder, by_cost=not reason)
+    vocabulary = Vocabulary()
     if not reason:
-        vocabulary, layers = choose_vocabulary(vllm_config, config, layers)
+        vocabulary, layers = choose_vocabulary(vllm_config, config, decoder, layers)
     return Setup(
         vllm_config=vllm_config,
         config=config,
         reason=reason,
+        decoder=decoder,
         layers=layers,
         vocabulary=vocabulary,
         cores=plans[parallel.data_parallel_index],
         node=node,
         here=here,
-        kv_bytes=share_kv_memory(vllm_config, plans, layers),
+        kv_bytes=share_kv_memory(vllm_config, plans, layers, decoder.facts),
     )
 
 
+def _plan_replicas(
+    config: SiPipeConfig,
+    replicas: int,
+    *,
+    stages: int,
+    ranks: int,
+    samplers: int | Literal["auto"],
+) -> list[CorePlan]:
+    """The cores of each replica's processes on this host, where each has ``stages`` stages of ``ranks``
+    ranks. Raises ConfigError: the user places one pipeline, and there are several."""
+    if replicas > 1 and isinstance(config.cores, CorePlacement):
+        raise ConfigError(
+            f'sipipe config: "cores" places one pipeline, and --data-parallel-size {replicas} has '
+            'several: leave it "auto", or "off"'
+        )
+    workers = stages * ranks
+    nodes = _nodes(config.devices or range(replicas * workers))
+    return [
+        plan_cores(
+            share_of(this_machine(most=config.most_cores), replica, replicas),
+            stages=stages,
+            tensor_parallel=ranks,
+            samplers=samplers,
+            placement=config.cores,
+            device="cpu" if current_platform.is_cpu() else "cuda",
+            nodes=nodes[replica * workers :],
+        )
+        for replica in range(replicas)
+    ]
+
+
+def _with_devices(config: SiPipeConfig, stages: int, ranks: int) -> SiPipeConfig:
+    """``config`` with the devices of this host's workers, if SiPipe has to name them: a worker sees its
+    own slice of a GPU only, so that its number has to say which. ``stages`` are those of all replicas.
+    Raises ConfigError: workers cannot have the devices that the user names, or that there are."""
+    _check_devices(config, stages, ranks)
+    if config.devices is None and named_slices() and not current_platform.is_cpu():
+        return msgspec.structs.replace(config, devices=tuple(range(stages * ranks)))
+    return config
+
+
 def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
-    devices, on_cpu = config.devices, current_platform.is_cpu()
-    slices = () if on_cpu else named_slices()
-    if config.transport == "cuda_ipc" and on_cpu:
+    """Refuse devices that the workers of ``stages`` stages cannot have. Raises ConfigError."""
+    if current_platform.is_cpu():
+        _check_no_gpus(config)
+        return
+    slices = named_slices()
+    if slices:
+        _check_slices(config, slices, ranks)
+    if config.devices is None:
+        _check_enough_gpus(stages * ranks)
+    else:
+        _check_named_gpus(config.devices, stages * ranks, ranks)
+
+
+def _check_no_gpus(config: SiPipeConfig) -> None:
+    """Refuse settings that are of GPUs, where the engine runs on CPUs. Raises ConfigError."""
+    if config.transport == "cuda_ipc":
         raise ConfigError(
             'sipipe config: "transport" is "cuda_ipc", which joins stages on GPUs, and this engine '
             'runs on CPUs: leave it "auto"'
         )
-    if slices:
-        _check_slices(config, slices, ranks)
-    if devices is None:
-        needed = 0 if on_cpu else stages * ranks
-        shown = _visible_gpus() if needed else 0
-        if 0 < shown < needed:
-            raise ConfigError(
-                f"--pipeline-parallel-size and --tensor-parallel-size need {needed} GPUs on "
-                f"this host, and {_who_shows(shown)}: lower them, show more, or, for tests, have "
-                'stages share GPUs by "devices" in the sipipe config ([0, 0])'
-            )
-        return
-    if on_cpu:
+    if config.devices is not None:
         raise ConfigError('sipipe config: "devices" are GPUs, and this engine runs on CPUs')
-    if len(devices) != stages * ranks:
+
+
+def _check_enough_gpus(workers: int) -> None:
+    """Refuse more workers than this host shows GPUs. Raises ConfigError."""
+    visible = _visible_gpus()
+    if 0 < visible < workers:
         raise ConfigError(
-            f'sipipe config: "devices" must name a GPU for each of the {stages * ranks} '
+            f"--pipeline-parallel-size and --tensor-parallel-size need {workers} GPUs on "
+            f"this host, and {_who_shows(visible)}: lower them, show more, or, for tests, have "
+            'stages share GPUs by "devices" in the sipipe config ([0, 0])'
+        )
+
+
+def _check_named_gpus(devices: Sequence[int], workers: int, ranks: int) -> None:
+    """Refuse GPUs of the user's that the ``workers``, in stages of ``ranks``, cannot have. Raises
+    ConfigError."""
+    if len(devices) != workers:
+        raise ConfigError(
+            f'sipipe config: "devices" must name a GPU for each of the {workers} '
             f"workers, not {list(devices)}"
         )
-    shown = _visible_gpus()
-    if 0 < shown <= max(devices):
+    visible = _visible_gpus()
+    if 0 < visible <= max(devices):
         raise ConfigError(
             f'sipipe config: "devices" {list(devices)} counts GPUs from 0, and '
-            f"{_who_shows(shown)}: name others, or show more"
+            f"{_who_shows(visible)}: name others, or show more"
         )
-    if any(len(set(devices[at : at + ranks])) < ranks for at in range(0, len(devices), ranks)):
-        raise ConfigError(
-            f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage on '
-            "the same GPU, which NCCL does not do; only stages can share one"
-        )
+    for first in range(0, workers, ranks):
+        if len(set(devices[first : first + ranks])) < ranks:
+            raise ConfigError(
+                f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage '
+                "on the same GPU, which NCCL does not do; only stages can share one"
+            )
 
 
 def _check_slices(config: SiPipeConfig, slices: Sequence[str], ranks: int) -> None:
@@ -142,20 +193,25 @@ def _check_slices(config: SiPipeConfig, slices: Sequence[str], ranks: int) -> No
 
 
 def _visible_gpus() -> int:
-    """GPUs, or slices of them, that workers of this host can have; 0 where nothing says."""
-    return len(named_slices()) or torch.cuda.device_count()  # asks NVML, and makes no context
+    """Number of GPUs, or of slices of them, that workers of this host can have; 0 if it is not known."""
+    # This count asks NVML, and makes no CUDA context in this process.
+    return len(named_slices()) or torch.cuda.device_count()
 
 
 def _who_shows(count: int) -> str:
-    """Where the number of GPUs comes from, for messages: the variable with its value, or the host."""
+    """Clause for messages on the number of GPUs, with the variable that it comes from, or the host."""
     value = os.environ.get(VISIBLE)
     return f"it shows {count}" if value is None else f'{VISIBLE}="{value}" shows {count}'
 
 
 def _nodes(devices: Sequence[int]) -> list[int | None]:
     """NUMA node of each worker's GPU; None where nothing is known of it."""
-    known = None
-    if not (current_platform.is_cpu() or named_slices()):  # a slice's GPU has another number
-        # vLLM's word is nothing in a container that may not bind memory; the GPUs' is still known.
-        known = get_auto_numa_nodes() or current_platform.get_all_device_numa_nodes()
-    return [known[gpu] if known and gpu < len(known) else None for gpu in devices]
+    unknown: list[int | None] = [None] * len(devices)
+    # The number of a slice is not that of its GPU.
+    if current_platform.is_cpu() or named_slices():
+        return unknown
+    # vLLM gives no nodes in a container that may not bind memory. Those of the GPUs are still known.
+    nodes = get_auto_numa_nodes() or current_platform.get_all_device_numa_nodes()
+    if not nodes:
+        return unknown
+    return [nodes[gpu] if gpu < len(nodes) else None for gpu in devices]

@@ -1,4 +1,4 @@
-"""Which drafts a head on the last stage makes, and what such a head does not go with."""
+"""Draft heads on the last stage: which methods have one, and what such a head does not go with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def head_of(vllm_config: VllmConfig) -> Any:
 
 
 def why_no_head(vllm_config: VllmConfig) -> str:
-    """What the head of this configuration does not go with; empty: it can be hosted."""
+    """Reason for which the draft head of this configuration cannot be hosted, as a clause for messages;
+    empty where it can, or where there is none."""
     speculative = head_of(vllm_config)
     if speculative is None:
         return ""
@@ -36,5 +37,7 @@ def why_no_head(vllm_config: VllmConfig) -> str:
         '"enable_adaptive_verification"': speculative.enable_adaptive_verification,
         '"parallel_drafting"': speculative.parallel_drafting,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), "")
-    return found and f'method "{speculative.method}" with {found}'
+    for reason, holds in reasons.items():
+        if holds:
+            return f'method "{speculative.method}" with {reason}'
+    return ""

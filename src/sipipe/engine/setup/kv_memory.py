@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
 from sipipe.cores import CorePlan, this_machine
-from sipipe.engine.layers.choose import model_facts
+from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.setup.checkpoint import weight_bytes
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.memory import group_limit, group_used
@@ -29,14 +29,18 @@ processes themselves, activations, and shared memory."""
 
 
 def share_kv_memory(
-    vllm_config: VllmConfig, plans: Sequence[CorePlan], layers: tuple[int, ...]
+    vllm_config: VllmConfig,
+    plans: Sequence[CorePlan],
+    layers: tuple[int, ...],
+    facts: ModelFacts | None,
 ) -> int | None:
     """Bytes of KV cache for each worker of this host, whose replicas have ``plans``; None where vLLM or the
-    user says how many. ``layers``: of every stage. Raises ResourceError: there is not so much
+    user says how many. ``layers``: of every stage; ``facts``: of the model. Raises ResourceError: there is not so much
     memory free. ConfigError: there never is, or it is too little for one request."""
     if not current_platform.is_cpu():
         return None
-    cache, nodes, facts = vllm_config.cache_config, worker_nodes(*plans), model_facts(vllm_config)
+    cache = vllm_config.cache_config
+    nodes = worker_nodes(*plans)
     asked, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
     ours, stages = None, sum(len(plan.workers) for plan in plans)
     # vLLM's count files that a container has read, which the kernel gives back, as used.

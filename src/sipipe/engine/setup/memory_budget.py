@@ -34,11 +34,11 @@ def memory_budget(setup: Setup) -> dict[str, int]:
     samplers = len(setup.cores.samplers)
     sizes = {"BIC-I": Layout(ring_entries(inflight), ENTRY_BYTES).size}
     if samplers:  # else vLLM's draws, and there is no BIC-L
-        shape = LogitsShape(vocab=config.model_config.get_vocab_size(), dtype=dtype)
+        shape = LogitsShape(vocab=setup.vocab_size, dtype=dtype)
         sizes["logits"] = logits_layout(shape, setup.logits_rows, logits_entries(inflight)).size
     on_gpu = config.device_config.device_type != "cpu" and setup.config.transport != "shm"
     if not on_gpu and stages > 1:
-        hidden = (TOKENS, config.model_config.get_hidden_size())
+        hidden = (TOKENS, setup.hidden_size)
         specs = [TensorSpec(name, dtype, hidden) for name in ("hidden_states", "residual")]
         link = buffer_bytes(TensorSchema(tuple(specs)), setup.link_tokens)
         if setup.vocabulary.parts:  # final hidden states go from the last stage to all others

@@ -1,13 +1,14 @@
-"""How one engine is set up: decided once in a process, and handed to every part.
+"""The setup of one engine: decided once in a process, and handed to every part.
 
 ``sipipe serve`` and ``generate`` decide in the foreground, where a refusal is one line and not a
-traceback. vLLM then makes the same configuration again in the engine's process, where the executor
-decides. What is learnt later is in :class:`sipipe.engine.pipeline_opener.Running`.
+traceback. vLLM hands the configuration to the engine's process, where the executor decides again, for
+the machine as it then is. What is learnt later is in :class:`sipipe.engine.pipeline_opener.Running`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,9 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
 
 from sipipe.config import CorePlacement, SiPipeConfig
-from sipipe.cores import (
-    CorePlan,
-    run_soon,
-)
+from sipipe.cores import CorePlan, run_soon
 from sipipe.engine.iteration.logits_room import rows_needed
+from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import compatibility
 from sipipe.engine.setup.compatibility import STOCK_WORKERS
@@ -36,38 +35,45 @@ from sipipe.messages.link import buffer_tokens
 from sipipe.messages.start_records import Path
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-SCHEDULERS = "PipelineScheduler", "AsyncPipelineScheduler"
-"""By how many microbatches they are ahead."""
+"""Variable by which vLLM's CPU workers find the cores of their threads."""
+
+SCHEDULERS = ("PipelineScheduler", "AsyncPipelineScheduler")
+"""Scheduler classes, by the number of microbatches that they are ahead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is decided before anything starts."""
+    """Everything that is decided before a process of the engine starts."""
 
     vllm_config: PipelineVllmConfig
     config: SiPipeConfig
+    """Settings of the user's, with the devices of this host where SiPipe has to name them."""
     reason: str
-    """Why not SiPipe's samplers draw, but vLLM's; empty where they do."""
+    """Reason for which vLLM's sampler draws, and not SiPipe's; empty where SiPipe's draw."""
+    decoder: Decoder
+    """Decoder layers of the model."""
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     vocabulary: Vocabulary
-    """Who is to multiply by the output projection."""
+    """Shares of the output projection that the stages are expected to have."""
     cores: CorePlan
-    """Of this host's processes. The last stage's host has the samplers, none where vLLM's draws."""
+    """Cores of this host's processes. The last stage's host has the samplers, and none where vLLM's
+    sampler draws."""
     node: int
-    """Which host this is; 0 is the main host, where the executor runs."""
+    """Number of this host; 0 is the main host, where the executor runs."""
     here: range
-    """The stages of this host."""
+    """Stages of this host."""
     kv_bytes: int | None
-    """KV cache of each worker of this host; None: as vLLM's configuration says."""
+    """Bytes of the KV cache of each worker of this host; None: as vLLM's configuration says."""
 
     @property
     def path(self) -> Path:
+        """Place where tokens are drawn, as workers are told it."""
         return "device" if self.reason else "sipipe"
 
     @property
     def stages(self) -> int:
-        """p."""
+        """Pipeline stages of the engine, p."""
         return int(self.vllm_config.parallel_config.pipeline_parallel_size)
 
     @property
@@ -82,60 +88,77 @@ class Setup:
 
     @property
     def kv_movers(self) -> int:
-        """Workers with a KV connector."""
-        moves = self.vllm_config.kv_transfer_config is not None
-        return self.stages * self.ranks if moves else 0
+        """Workers with a KV connector: all of them, or none."""
+        has_connector = self.vllm_config.kv_transfer_config is not None
+        return self.stages * self.ranks if has_connector else 0
 
     @property
     def drafts(self) -> int:
-        """Draft tokens of a request in one iteration at most."""
+        """Largest number of draft tokens of a request in one iteration."""
         speculative = self.vllm_config.speculative_config
         return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
     @property
     def rows(self) -> int:
-        """Rows of logits of all microbatches in flight at most, but for a few that wait for room.
-        Drafts take the rows of requests that do not run; where few may run, each has its own."""
+        """Largest number of rows of logits of all microbatches in flight, but for a few that wait for
+        room.
+
+        Drafts take the rows of requests that do not run. Where fewer requests may run than
+        microbatches are in flight, each request has rows for its own drafts. A draft head proposes
+        for every request, every time, and has rows for all of them."""
         sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
-        if head_of(self.vllm_config) is not None:  # which proposes for every request, every time
+        if head_of(self.vllm_config) is not None:
             return sequences * (1 + self.drafts)
         return max(sequences, min(sequences, self.slots) * (1 + self.drafts))
 
     @property
     def logits_rows(self) -> int:
-        """Of BIC-L."""
+        """Rows that the logits channel, BIC-L, has room for."""
         return rows_needed(self.rows, self.slots)
 
     @property
     def link_tokens(self) -> int:
-        """Of a link's buffer."""
+        """Tokens that each buffer of a link has room for."""
         return buffer_tokens(self.rows, self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def measures(self) -> bool:
-        """Whether it is measured on the loaded model if CPU samplers draw: not where nothing else can."""
-        auto = self.config.cpu_sampling == "auto" and not (self.reason or self.drafts)
-        return auto and compatibility.device_may_draw()
+        """True if it is measured on the loaded model where tokens are drawn best. There is nothing to
+        choose where the device cannot draw, or the samplers cannot; drafts are verified by samplers."""
+        if self.config.cpu_sampling != "auto" or self.reason or self.drafts:
+            return False
+        return compatibility.device_may_draw()
 
     @property
     def microbatch(self) -> int:
         """Sequences of a microbatch when as many as may run are spread over all in flight."""
         scheduler = self.vllm_config.scheduler_config
-        even = -(-int(scheduler.max_num_seqs) // self.slots)
-        return min(even, int(scheduler.max_num_batched_tokens))
+        even_share = math.ceil(int(scheduler.max_num_seqs) / self.slots)
+        return min(even_share, int(scheduler.max_num_batched_tokens))
 
     def has(self) -> str:
-        """What this host has, for messages."""
-        return named(self.here) + (" and the samplers" if self.cores.samplers else "")
+        """Text for messages: the stages of this host, and its samplers."""
+        stages = named(self.here)
+        return f"{stages} and the samplers" if self.cores.samplers else stages
 
     def where(self) -> str:
-        """Behind a worker's name: its host, where there are several."""
+        """Text that follows a worker's name: its host, where there are several."""
         return f" on host {self.node}" if self.config.hosts.count > 1 else ""
 
     @property
     def dtype(self) -> str:
-        """Of activations, such as ``"bfloat16"``."""
+        """Name of the activations' dtype, such as ``"bfloat16"``."""
         return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a token's hidden state."""
+        return int(self.vllm_config.model_config.get_hidden_size())
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model's vocabulary, V: columns of the logits."""
+        return int(self.vllm_config.model_config.get_vocab_size())
 
     def on_device(self, reason: str) -> Setup:
         """The setup of an engine whose tokens are better drawn by vLLM's sampler."""
@@ -143,12 +166,14 @@ class Setup:
 
     def apply(self) -> None:
         """Set in vLLM's configuration what the executor, which the user named, brings with it:
-        worker class, scheduler class, microbatches in flight, and the KV caches' memory."""
-        vllm_config, parallel = self.vllm_config, self.vllm_config.parallel_config
+        worker class, scheduler class, GPUs, and the KV caches' memory."""
+        vllm_config = self.vllm_config
+        parallel = vllm_config.parallel_config
         parallel.worker_cls = STOCK_WORKERS.get(parallel.worker_cls, parallel.worker_cls)
         if self.kv_bytes is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = self.kv_bytes
-        if current_platform.is_cpu():  # vLLM 0.33 would take a replica's for NUMA nodes
+        if current_platform.is_cpu():
+            # vLLM 0.33 would take the GPUs of a replica for NUMA nodes.
             parallel.assigned_physical_gpu_ids = None
         elif self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
@@ -159,34 +184,41 @@ class Setup:
 
     @contextmanager
     def worker_threads(self) -> Iterator[None]:
-        """While active, vLLM on CPUs reads which cores the workers' threads are bound to."""
-        bound = {}
+        """Have vLLM's CPU workers that are made in the body bind their threads to the plan's cores,
+        unless the user has said to which."""
+        variables = {}
         if current_platform.is_cpu() and envs.VLLM_CPU_OMP_THREADS_BIND == "auto":
-            number = self.vllm_config.parallel_config.data_parallel_index
-            bound = {BIND: self.cores.omp_threads_bind(before=number)}
-        with patch.dict(os.environ, bound):
+            replica = self.vllm_config.parallel_config.data_parallel_index
+            variables[BIND] = self.cores.omp_threads_bind(before=replica)
+        with patch.dict(os.environ, variables):
             yield
 
     def bind_scheduler(self, *threads: int) -> None:
-        """Bind this thread and ``threads`` (native ids) to the scheduler's cores, where they run soon,
-        if this is vLLM's own engine process. Called once all other processes run: they would inherit
-        the binding. An engine inside the user's process is left alone."""
+        """Bind this thread and ``threads`` (native ids) to the scheduler's cores, and have them run
+        soon once they can, if this is vLLM's own engine process.
+
+        Called when all other processes run, because they would inherit the binding. An engine inside
+        the user's process is left alone."""
         if not multiprocessing.current_process().name.startswith("EngineCore"):
             return
         run_soon()
-        placed = isinstance(self.config.cores, CorePlacement)
-        if self.cores.scheduler and (placed or not self.cores.shared):
+        # Cores that others share are not the scheduler's to be bound to, unless the user says so.
+        placed_by_user = isinstance(self.config.cores, CorePlacement)
+        if self.cores.scheduler and (placed_by_user or not self.cores.shared):
             for thread in (0, *threads):
                 os.sched_setaffinity(thread, self.cores.scheduler)
 
 
 def assign_devices(vllm_config: VllmConfig, devices: Sequence[int] | None) -> None:
-    """Tell vLLM the GPUs of this host's workers; None: as they are numbered. It wants one for each
-    worker of the engine, but looks up this host's only: the last one stands for the rest."""
-    parallel, ids = vllm_config.parallel_config, None
+    """Tell vLLM the GPUs of this host's workers; None: as they are numbered."""
+    parallel = vllm_config.parallel_config
     find_gpus_of_slices(current_platform, import_pynvml)
-    if devices is not None:
-        # vLLM wants numbers of the machine's GPUs, users count those that are visible.
-        found = [current_platform.visible_device_id_to_physical_device_id(gpu) for gpu in devices]
-        ids = [*found, *found[-1:] * (parallel.world_size - len(found))]
-    parallel.assigned_physical_gpu_ids = ids
+    if devices is None:
+        parallel.assigned_physical_gpu_ids = None
+        return
+    # vLLM wants numbers of the machine's GPUs, users count those that are visible.
+    gpus = [current_platform.visible_device_id_to_physical_device_id(gpu) for gpu in devices]
+    # vLLM wants a GPU for each worker of the engine, but looks up those of this host only. The last
+    # GPU stands for those of the other hosts.
+    missing = parallel.world_size - len(gpus)
+    parallel.assigned_physical_gpu_ids = gpus + gpus[-1:] * missing

@@ -1,4 +1,4 @@
-"""Which host has which stages."""
+"""Stages of each host."""
 
 from sipipe.config import HostSettings
 from sipipe.errors import ConfigError
@@ -7,9 +7,7 @@ from sipipe.errors import ConfigError
 def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
     """The stages of each host, the main host first. Raises ConfigError: a host without a stage, or
     ``hosts.stages`` that do not add up."""
-    counts = hosts.stages or tuple(
-        stages // hosts.count + (host < stages % hosts.count) for host in range(hosts.count)
-    )
+    counts = hosts.stages or _even_counts(stages, hosts.count)
     if len(counts) != hosts.count or sum(counts) != stages or not all(counts):
         raise ConfigError(
             f"--nnodes {hosts.count} and {stages} stages (-pp): every host needs a stage at least, "
@@ -19,7 +17,13 @@ def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
+def _even_counts(stages: int, hosts: int) -> tuple[int, ...]:
+    """Numbers of stages of each host, equal but for one more on the first hosts."""
+    least, larger_hosts = divmod(stages, hosts)
+    return tuple(least + 1 if host < larger_hosts else least for host in range(hosts))
+
+
 def named(stages: range) -> str:
-    """Stages of a host, for messages."""
+    """The stages of a host in words, for messages."""
     first, last = stages[0], stages[-1]
     return f"stage {first}" if first == last else f"stages {first} to {last}"

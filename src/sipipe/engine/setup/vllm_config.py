@@ -1,32 +1,43 @@
-"""vLLM's configuration as an engine of ours has it."""
+"""vLLM's configuration, as an engine of SiPipe's has it."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from typing import Any
 from unittest.mock import patch
 
 from vllm.config import VllmConfig
 from vllm.config.utils import config as config_class
 
-from sipipe.config import SiPipeConfig
 from sipipe.engine.scheduling.speculation import without_speculation
 from sipipe.engine.setup import compatibility
+from sipipe.engine.setup.derived import settings_of
 
 
 @config_class(config={"arbitrary_types_allowed": True})
 class PipelineVllmConfig(VllmConfig):
-    """A VllmConfig whose engine keeps ``inflight`` microbatches in flight, where vLLM derives that
-    number from the parallel configuration, and on vLLM's second runner, which vLLM does not take on
-    CPUs without Triton; SiPipe has the kernels. The plugin has ``EngineArgs`` make this class."""
+    """A ``VllmConfig`` for SiPipe's executor. The plugin has ``EngineArgs`` make this class.
+
+    Its engine keeps ``inflight`` microbatches in flight, where vLLM derives that number from the
+    parallel configuration. It runs on vLLM's second runner, which vLLM does not take on CPUs without
+    Triton; SiPipe has the kernels."""
 
     replicas: int = 1
-    """Engines of this host. Each one's process knows its number only, ``data_parallel_index``."""
+    """Number of engines of this host. The process of each one knows its own number only, which is
+    ``data_parallel_index``."""
 
     ahead: int = 0
     """Microbatches that are scheduled before there is room for them in the pipeline."""
 
     announced: bool = False
-    """Whether a command of ours has said in the foreground how the engine is set up."""
+    """True if a command of SiPipe's has said in the foreground how the engine is set up."""
+
+    derived: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Results that follow from this configuration (:mod:`sipipe.engine.setup.derived`), by their class,
+    each with the part of the configuration that it follows from."""
 
     @property
     def use_v2_model_runner(self) -> bool:
@@ -39,13 +50,14 @@ class PipelineVllmConfig(VllmConfig):
             super()._validate_v2_model_runner()
 
     def _get_v2_model_runner_unsupported_features(self) -> list[str]:
-        # Drafts are not the runner's business.
-        unsupported = VllmConfig._get_v2_model_runner_unsupported_features
-        found: list[str] = unsupported(without_speculation(self))
-        return found
+        # Samplers verify drafts, and the runner takes them for other tokens.
+        get_unsupported = VllmConfig._get_v2_model_runner_unsupported_features
+        features: list[str] = get_unsupported(without_speculation(self))
+        return features
 
     @property
     def max_concurrent_batches(self) -> int:
-        config = SiPipeConfig.from_additional_config(self.additional_config)
-        slots = config.resolved_inflight(self.parallel_config.pipeline_parallel_size)
-        return slots + self.ahead
+        """Microbatches that EngineCore's batch queue holds: those in flight, and those that are
+        scheduled ahead."""
+        stages = self.parallel_config.pipeline_parallel_size
+        return settings_of(self).resolved_inflight(stages) + self.ahead

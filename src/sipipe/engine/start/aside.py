@@ -19,12 +19,13 @@ from vllm.platforms import current_platform
 from vllm.ray.lazy_utils import is_in_ray_actor
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from sipipe.config import asked_of_sipipe
+from sipipe.config import SiPipeConfig, asked_of_sipipe
 
 
 def steps_aside(engine_args: Any) -> bool:
     """Say if vLLM's own executor is to run the engine of these ``EngineArgs``, which name SiPipe's.
     Raises ConfigError: SiPipe's settings among them are wrong."""
+    SiPipeConfig.from_additional_config(engine_args.additional_config)
     asked = asked_of_sipipe(engine_args.additional_config)
     return (
         not current_platform.is_cpu()
