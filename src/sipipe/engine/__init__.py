@@ -1,1 +1,1 @@
-"""What runs in vLLM's EngineCore process: executor, scheduling, the processes it starts."""
+"""The executor and the scheduler, in vLLM's EngineCore process, and the processes they start."""

@@ -1,9 +1,9 @@
 """``sipipe.Executor``: vLLM's engine on one side, stage workers and samplers on the other.
 
-The executor runs in vLLM's EngineCore process, on its thread, and is the interface only: what it
-drives is :class:`sipipe.engine.pipeline.Pipeline`. Each scheduling output is published on BIC-I; the
-future that EngineCore holds is resolved when the tokens are in on BIC-O. Control calls
-(``collective_rpc``) travel on BIC-I too, and workers answer them through their pipes.
+The executor runs in vLLM's EngineCore process, on its thread. It is only the interface of
+:class:`sipipe.engine.pipeline.Pipeline`. Each scheduling output is published on BIC-I; the future
+that EngineCore holds is resolved when the tokens are in on BIC-O. Control calls (``collective_rpc``)
+travel on BIC-I too, and workers answer them through their pipes.
 
 Iteration i + m is published with its tokens when iteration i has left, m being the number of
 microbatches in flight (:meth:`sipipe.engine.iteration.iterations.Iterations.begin`). So the logits of an
@@ -44,17 +44,18 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 CHANGE_WEIGHTS = ("reload_weights", "reset_weights", "start_weight_update", "update_weights")
+"""Control calls that change the model's weights."""
 
 
 @contextmanager
 def one_cause() -> Iterator[None]:
-    """What keeps an engine from starting ends vLLM's engine process with one line. The worker has
-    said where; in the user's own process it is an exception."""
+    """End vLLM's engine process with one line, if an error in the body keeps the engine from starting.
+    A worker's traceback is in its own log. In the user's own process the error is raised."""
     try:
         yield
     except Exception as error:
-        ours = multiprocessing.current_process().name.startswith("EngineCore")
-        if not ours or multiprocessing.parent_process() is None:
+        is_engine_process = multiprocessing.current_process().name.startswith("EngineCore")
+        if not is_engine_process or multiprocessing.parent_process() is None:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         leave_last_word(reason)
@@ -70,12 +71,18 @@ class Executor(VllmExecutor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """False: vLLM's would change its workers too. SiPipe schedules ahead by itself
-        (:func:`sipipe.engine.setup.compatibility.schedules_ahead`)."""
+        """False, because vLLM's async scheduling would change its workers too. SiPipe schedules ahead
+        by itself (:func:`sipipe.engine.setup.compatibility.schedules_ahead`)."""
         return False
 
     @one_cause()
     def _init_executor(self) -> None:
+        """Decide how the engine is set up, start its processes, and have every worker load its layers.
+
+        vLLM calls it in ``Executor.__init__``. Raises in the user's own process, and ends vLLM's
+        engine process otherwise: ConfigError, UnsupportedError, ResourceError as
+        :func:`sipipe.engine.setup.decide.decide`, StallError and WorkerDiedError as
+        :meth:`.Pipeline.load`."""
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
         from sipipe.engine.hosts.remote import meet
@@ -86,18 +93,16 @@ class Executor(VllmExecutor):
         require_vllm()
         drain_though_paused()
         self._placement: object = None
+        """Ray's placement, whose actors live as long as it does; None without Ray."""
         if self.parallel_config.placement_group is not None:
             from sipipe.engine.hosts.ray_placement import place
 
-            self._placement = placement = place(self.vllm_config)
+            placement = place(self.vllm_config)
             placement.start(self.vllm_config)
+            self._placement = placement
         self._setup = decide(self.vllm_config)
         self._setup.apply()
-        told = self._setup.vllm_config.announced  # by a command of ours, of replica 0
-        advising = BestEffort("describing how the engine is set up", bounded=False)
-        for line in advising([], describe_setup, self._setup):
-            if not told or self.parallel_config.data_parallel_index:
-                logger.info("%s", line)
+        self._log_setup()
         self._cores = claim(self._setup.cores)
         self._self_test = SelfTest(self._setup)
         self._self_test.begin()
@@ -105,10 +110,15 @@ class Executor(VllmExecutor):
         self._failing = threading.Lock()  # wait: held for moments; nobody waits under it
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
-        self._started = self._closed = self._shares = False
+        self._started = False
+        """True once iterations can be published."""
+        self._closed = False
+        self._shares = False
+        """True once the output projection is shared out over the stages."""
         self._pipeline: Pipeline = Pipeline(self._setup, meet(self._setup), self._fail)
-        # Also where vLLM has forked this process, which ends without Python's own end: children
-        # that are stopped would otherwise stay when a later step of the start fails.
+        # A finalizer of multiprocessing's also runs where vLLM has forked this process, which ends
+        # without Python's own end. Children that are stopped would otherwise stay when a later step of
+        # the start fails.
         self._finalizer = Finalize(self, self._pipeline.close, exitpriority=10)
         try:
             self._pipeline.load()
@@ -116,6 +126,15 @@ class Executor(VllmExecutor):
             self.shutdown()
             raise
         set_torch_threads_for_runtime()
+
+    def _log_setup(self) -> None:
+        """Log how the engine is set up, unless SiPipe's command has printed it. That command runs for
+        all replicas, and its lines are replica 0's."""
+        announced = self._setup.vllm_config.announced
+        describe = BestEffort("describing how the engine is set up", bounded=False)
+        for line in describe([], describe_setup, self._setup):
+            if not announced or self.parallel_config.data_parallel_index:
+                logger.info("%s", line)
 
     # ---- vLLM's interface: calls ------------------------------------------------------------
 
@@ -128,8 +147,12 @@ class Executor(VllmExecutor):
         non_block: bool = False,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call ``method`` on every worker, after the iterations already scheduled: the results by
-        rank, or the one of ``unique_reply_rank``; a future of it with ``non_block``."""
+        """Call ``method`` on every worker, after the iterations that are already scheduled.
+
+        Returns the results by rank, or only that of ``unique_reply_rank``; with ``non_block`` a future
+        of them. Raises ConfigError: the call would change weights of which every stage has rows.
+        TimeoutError: it took more than ``timeout`` seconds. RuntimeError: a worker raised, or the
+        engine has failed or is shut down."""
         if method in CHANGE_WEIGHTS and self._shares:
             raise ConfigError(
                 f"{method}: every stage has rows of the output projection, which would not change: "
@@ -142,7 +165,7 @@ class Executor(VllmExecutor):
             )
         pipeline = self._usable()
         if self._started:
-            pipeline.dispatcher.settle()
+            pipeline.dispatcher.publish_all()
         future = pipeline.calls.call(method, args, kwargs, unique_reply_rank)
         if non_block:
             return future
@@ -159,16 +182,16 @@ class Executor(VllmExecutor):
 
     @one_cause()
     def compile_or_warm_up_model(self) -> None:
-        """Warm the workers up, then open the data plane: the model is ready to run."""
+        """Warm the workers up, then open the channels: the model is ready to run."""
         super().compile_or_warm_up_model()
         pipeline = self._usable()
         running = pipeline.open()
         self._shares = bool(running.vocabulary.parts)
         self._setup = running.setup
-        found = self.scheduler_config.get_scheduler_cls()
-        self.scheduler_config.scheduler_cls = pipeline.observed(found)
-        binding = BestEffort("binding the scheduler to its cores", bounded=False)
-        binding(None, self._setup.bind_scheduler, pipeline.resolver.thread.native_id or 0)
+        scheduler = self.scheduler_config.get_scheduler_cls()
+        self.scheduler_config.scheduler_cls = pipeline.observed(scheduler)
+        bind = BestEffort("binding the scheduler to its cores", bounded=False)
+        bind(None, self._setup.bind_scheduler, pipeline.resolver.thread.native_id or 0)
         self._started = True
         try:
             self._self_test.compare(self._run, self._kv_caches)
@@ -184,16 +207,17 @@ class Executor(VllmExecutor):
         return self.sample_tokens(None) if output is None else output
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Publish one iteration. Its tokens come from :meth:`sample_tokens`; of a pooling model,
-        which draws none, and of an iteration without tokens all comes from here."""
+        """Publish one iteration. Its result comes from :meth:`sample_tokens`, as vLLM expects where
+        tokens are drawn. The results of a pooling model, and of an iteration without tokens, come from
+        here."""
         dispatcher = self._usable().dispatcher
         published = dispatcher.publish(scheduler_output)
         pooling = self.model_config.runner_type == "pooling"
         if published and (pooling or not scheduler_output.total_num_scheduled_tokens):
-            whole = dispatcher.publish_grammar(None)
+            result = dispatcher.publish_grammar(None)
             # wait: `stall_timeout`; the stages' word, or what fails the engine
-            return whole if non_block else whole.result()
-        # None, as vLLM expects of a step whose tokens are still to come.
+            return result if non_block else result.result()
+        # vLLM takes None for a step whose tokens are still to come.
         output = None if published else EMPTY_MODEL_RUNNER_OUTPUT
         if not non_block:
             return output
@@ -208,14 +232,14 @@ class Executor(VllmExecutor):
         return future if non_block else future.result()
 
     def take_draft_token_ids(self) -> None:
-        """None: drafts come with the tokens that they stand behind, to the scheduler."""
+        """Return None: drafts reach the scheduler with the tokens before them."""
 
     def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
         super().init_kv_output_aggregator(connector)
         self._usable().resolver.aggregator = self.kv_output_aggregator
 
     def check_health(self) -> None:
-        """Raise what stopped the engine, if anything did. Workers are watched all the time."""
+        """Raise RuntimeError if something has stopped the engine. Workers are watched all the time."""
         self._usable()
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
@@ -236,6 +260,7 @@ class Executor(VllmExecutor):
     # ---- inside -----------------------------------------------------------------------------
 
     def _usable(self) -> Pipeline:
+        """The pipeline. Raises RuntimeError: it has failed, or is shut down."""
         if self._failure is not None:
             raise RuntimeError(f"SiPipe's executor has failed: {self._failure}") from self._failure
         if self._closed:
@@ -243,17 +268,18 @@ class Executor(VllmExecutor):
         return self._pipeline
 
     def _fail(self, error: BaseException) -> None:
-        """Stop the engine with ``error``; called from any thread, the first call counts."""
+        """Stop the engine with ``error``. Any thread may call it; the first call counts."""
         with self._failing:
             if self._failure is not None or self._closed:
                 return
             self._failure = error
         if isinstance(error, StallError | WorkerDiedError):
             logger.error("%s", error)
-        elif self._started:  # before, the engine thread raises it
+        elif self._started:  # before that the engine thread raises it
             logger.error("SiPipe's executor failed", exc_info=error)
         leave_last_word(str(error) or type(error).__name__)
         self._pipeline.fail(error)
-        callback, self._failure_callback = self._failure_callback, None
+        callback = self._failure_callback
+        self._failure_callback = None
         if callback is not None:
             threading.Thread(target=callback, name="SiPipeFailure", daemon=True).start()

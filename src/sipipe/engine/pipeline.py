@@ -1,4 +1,4 @@
-"""What one engine drives: its hosts, its calls and iterations, and their end.
+"""The pipeline of one engine: its hosts, its calls and iterations, and their end.
 
 Who runs here
     vLLM's engine thread: everything that is called from :class:`sipipe.engine.executor.Executor`.
@@ -44,8 +44,16 @@ from sipipe.observe.live import Word
 
 
 class Pipeline:
-    """See the module's text. ``fail`` is told what stops the engine, from any thread. Made without
-    side effects that :meth:`close` does not undo; call it whatever happens."""
+    """The pipeline of one engine, as the module's text describes. It also takes the events of its
+    hosts (:class:`sipipe.engine.children.events.Events`).
+
+    Args:
+        setup: what was decided for the engine.
+        remotes: the other hosts, which have met this one.
+        fail: called with what stops the engine, from any thread.
+
+    The constructor has no effect that :meth:`close` does not undo. Call that whatever happens.
+    """
 
     def __init__(
         self, setup: Setup, remotes: Sequence[RemoteHost], fail: Callable[[BaseException], None]
@@ -58,11 +66,14 @@ class Pipeline:
         self._samplers = len(setup.cores.samplers) + sum(remote.samplers for remote in remotes)
         self.telemetry = Telemetry(setup, self._samplers)
         self._closing.callback(self.telemetry.close)
-        clock = self._clock = StallClock()
-        self.iterations = Iterations(setup.slots, setup.logits_rows, clock.now, setup.kv_movers)
+        self._clock = StallClock()
+        self.iterations = Iterations(
+            setup.slots, setup.logits_rows, self._clock.now, setup.kv_movers
+        )
         self._remotes = remotes
         self._host = LocalHost(setup, self.telemetry.watched, self)
-        self._hosts: list[Host] = [*remotes, self._host]  # far ones hear first
+        # Far hosts come first, since a message takes longer to reach them.
+        self._hosts: list[Host] = [*remotes, self._host]
         self._last: Host = remotes[-1] if remotes else self._host
         """The last stage's host, which has the samplers."""
         workers = [
@@ -71,19 +82,29 @@ class Pipeline:
             for rank in range(setup.ranks)
         ]
         self._bus = Bus(self._hosts)
-        self.calls = Calls(self._bus, workers, clock.now)
-        hosts = (host.fail for host in self._hosts)
-        self._resolving = [self.iterations.fail, *hosts, self.calls.fail]
-        bound, show = setup.config.stall_timeout, partial(self.telemetry.live.set, Word.STALLED)
+        self.calls = Calls(self._bus, workers, self._clock.now)
+        self._resolving = [
+            self.iterations.fail,
+            *(host.fail for host in self._hosts),
+            self.calls.fail,
+        ]
+        """Functions that resolve everything that is out with an error."""
         self._stall = StallWatch(
-            self.iterations, self.calls, workers, self._ask, clock, bound, self.failed, show
+            iterations=self.iterations,
+            calls=self.calls,
+            workers=workers,
+            ask=self._ask,
+            clock=self._clock,
+            timeout=setup.config.stall_timeout,
+            fail=self.failed,
+            show=partial(self.telemetry.live.set, Word.STALLED),
         )
-        model, seed = setup.vllm_config.model_config, setup.vllm_config.model_config.seed or 0
-        # Else two replicas would draw the same for the same arrival.
+        seed = setup.vllm_config.model_config.seed or 0
+        # Each replica has a seed of its own, or two would draw the same for the same arrival.
         replica = setup.vllm_config.parallel_config.data_parallel_index
         self._tracker = RequestTracker(
             engine_seed=derive_seed(seed, f"replica {replica}") if replica else seed,
-            balancer=Balancer(max(1, self._samplers), vocab_size=model.get_vocab_size()),
+            balancer=Balancer(max(1, self._samplers), vocab_size=setup.vocab_size),
         )
         self._head_drafts: HeadDrafts | None = None
         if head_of(setup.vllm_config) is not None:
@@ -108,38 +129,63 @@ class Pipeline:
         """Make the channels between the processes; iterations can be published from now on. Raises
         StallError: not within the start timeout."""
         addresses = {remote.here[0]: remote.address for remote in self._remotes}
-        running = PipelineOpener(
-            self._setup, self._samplers, self.calls, self._last, addresses
-        ).open()
+        opener = PipelineOpener(
+            setup=self._setup,
+            samplers=self._samplers,
+            calls=self.calls,
+            last=self._last,
+            addresses=addresses,
+        )
+        running = opener.open()
         self._tracker.draws = running.draws
-        shared = (self.iterations, self._tracker, self._gather, self.telemetry)
-        empty = bool(self._setup.kv_movers)
-        self.dispatcher = Dispatcher(self._bus, *shared, empty=empty, head_drafts=self._head_drafts)
-        go_on = partial(self.dispatcher.go_on, wait=False)
-        self.resolver = Resolver(*shared, go_on, self.failed, head_drafts=self._head_drafts)
+        self.dispatcher = Dispatcher(
+            bus=self._bus,
+            iterations=self.iterations,
+            tracker=self._tracker,
+            gather=self._gather,
+            telemetry=self.telemetry,
+            empty=bool(self._setup.kv_movers),
+            head_drafts=self._head_drafts,
+        )
+        self.resolver = Resolver(
+            iterations=self.iterations,
+            tracker=self._tracker,
+            gather=self._gather,
+            telemetry=self.telemetry,
+            publish_due=partial(self.dispatcher.publish_due, wait=False),
+            fail=self.failed,
+            head_drafts=self._head_drafts,
+        )
         self._closing.callback(self.resolver.close)
         self.telemetry.ready(running.setup)
         return running
 
     def _ask(self) -> None:
+        """Ask all workers what they do."""
         for host in self._hosts:
             host.ask()
 
     def observed(self, scheduler: type) -> type:
-        """The engine's scheduler class, with what makes it and the executor share their records."""
-        shared = self.iterations, self.telemetry, self._tracker
-        rows = self._setup.rows if self._setup.drafts else 0
+        """A subclass of the engine's ``scheduler`` that shares its records with this pipeline."""
         return observed(
-            scheduler, *shared, self.dispatcher.go_on, rows=rows, head_drafts=self._head_drafts
+            scheduler,
+            iterations=self.iterations,
+            telemetry=self.telemetry,
+            tracker=self._tracker,
+            publish_due=self.dispatcher.publish_due,
+            rows=self._setup.rows if self._setup.drafts else 0,
+            head_drafts=self._head_drafts,
         )
 
     def fail(self, error: BaseException) -> None:
-        """Resolve everything that is out with ``error``; all processes end."""
+        """Resolve everything that is out with ``error``, and end all processes."""
         for resolve in self._resolving:
             resolve(error)
         for host in self._hosts:
             host.expect_end()
-        for host in self._hosts:  # here too: whoever publishes may wait for a reader that hangs
+        # Not only in `close`: a thread that publishes may wait for a reader that hangs, and this ends
+        # its wait.
+        for host in self._hosts:
             host.say_end(str(error))
 
     def close(self) -> None:
@@ -149,7 +195,7 @@ class Pipeline:
         self.fail(RuntimeError("shut down"))
         self._closing.close()
 
-    # ---- what hosts tell: the events thread, and a thread for each other host --------------------
+    # ---- events of hosts: the events thread, and a thread for each other host --------------------
 
     def heard(self, name: str, message: Any) -> None:
         match message:
@@ -164,7 +210,8 @@ class Pipeline:
             case Status():
                 self._stall.heard(name, message)
             case Replacing() | Trying(handle=int()):
-                # Its own bound: a dead one is replaced, and who hangs at a request is killed.
+                # It has a bound of its own: a dead sampler is replaced, and one that hangs at a request
+                # is killed.
                 self._clock.stop(name, self._setup.config.start_timeout)
             case Trying():
                 self._clock.go_on(name)

@@ -1,4 +1,7 @@
-"""From loaded models to a pipeline that can run: what stages have, who multiplies, who draws.
+"""The last steps from loaded models to a pipeline that can run.
+
+The links between the stages are opened, the output projection is shared out where that pays, and
+where CPU samplers and a device could draw, both ways are measured.
 
 Who runs here: the engine thread, in vLLM's start.
 """
@@ -38,86 +41,105 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Running:
+    """The engine as it runs, for the log and for its scheduler."""
+
     setup: Setup
-    """As decided before, or with vLLM's sampler if that was measured to be better."""
+    """Setup that was decided before, with vLLM's sampler if that was measured to be better."""
     samplers: int
+    """Number of samplers of all hosts."""
     vocabulary: Vocabulary
-    """Who multiplies by the output projection."""
+    """Shares of the output projection."""
     draws: str
-    """Who draws, as ``cpu_sampling`` says it."""
+    """Place of drawing, in the words of ``cpu_sampling``."""
     links: Sequence[LinkEndpoint]
+    """Links of hidden states between the stages, by the sender's rank."""
 
     def __str__(self) -> str:
+        """One line for the log: stages, ranks, samplers, microbatches and links."""
         setup = self.setup
+        sampler = _counted(self.samplers, "sampler")
+        if setup.reason:
+            sampler = "vLLM's sampler on the last stage"
         parts = (
             f"{_counted(setup.stages, 'stage')} x {_counted(setup.ranks, 'rank')}",
-            "vLLM's sampler on the last stage"
-            if setup.reason
-            else _counted(self.samplers, "sampler"),
+            sampler,
             f"{_counted(setup.slots, 'microbatch', 'es')} in flight",
             f"links: {describe_links(self.links)}",
         )
         return f"SiPipe {__version__}: {', '.join(parts)}"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PipelineOpener:
     """Opens an engine whose workers have loaded their layers."""
 
-    _setup: Setup
-    _samplers: int
-    _calls: Calls
-    _last: Host
-    """The last stage's."""
-    _addresses: Mapping[int, str]
-    """Of the other hosts, by their first stage."""
+    setup: Setup
+    samplers: int
+    """Number of samplers of all hosts."""
+    calls: Calls
+    last: Host
+    """Host of the last stage, which has the samplers."""
+    addresses: Mapping[int, str]
+    """Addresses of the other hosts, by their first stage."""
 
     def __post_init__(self) -> None:
-        self._seconds = self._setup.config.start_timeout
+        self._seconds = self.setup.config.start_timeout
+        """Bound on each call of the workers."""
 
     def open(self) -> Running:
-        """Make the channels between the processes; raises as :meth:`.Pipeline.open`."""
-        setup, vocabulary, draws = self._setup, Vocabulary(), "off"
-        ranks = self._calls.ask(Describe(), self._seconds)
-        self._links = LinkOpener(setup, self._calls, self._addresses, ranks)
+        """Make the channels between the processes. Raises as :meth:`.Pipeline.open`."""
+        setup = self.setup
+        vocabulary = Vocabulary()
+        draws = "off"
+        ranks = self.calls.ask(Describe(), self._seconds)
+        self._links = LinkOpener(setup, self.calls, self.addresses, ranks)
         links = self._links.join_stages()
         if setup.reason:
-            self._calls.ask(OpenChannels(), self._seconds)
+            self.calls.ask(OpenChannels(), self._seconds)
         else:
-            vocabulary, draws = self._open_logits(ranks[-setup.ranks :]), setup.config.cpu_sampling
-            drawing = self._last.do(OpenSamplers())
-            draws = self._choose(drawing) if setup.measures else draws
+            vocabulary = self._open_logits(ranks[-setup.ranks :])
+            drawing = self.last.do(OpenSamplers())
+            draws = self._choose(drawing) if setup.measures else setup.config.cpu_sampling
             if draws == "off":
                 setup = setup.on_device("CPU samplers would not be worth it here, as was measured")
                 vocabulary = setup.vocabulary
-                self._last.do(EndSamplers())
-        return Running(setup, self._samplers, vocabulary, draws, links)
+                self.last.do(EndSamplers())
+        return Running(
+            setup=setup,
+            samplers=self.samplers,
+            vocabulary=vocabulary,
+            draws=draws,
+            links=links,
+        )
 
     def _open_logits(self, ranks: Sequence[StageDescription]) -> Vocabulary:
-        """Make BIC-L as the last stage's ``ranks`` want it; returns who multiplies."""
+        """Make BIC-L as the last stage's ``ranks`` describe it; returns the shares of the output
+        projection."""
         logits = ranks[0].logits
         assert logits is not None, "the first rank of the last stage writes logits"
         vocabulary, bounds = self._share([rank.offer for rank in ranks])
         if bounds:
             logits = msgspec.structs.replace(logits, bounds=bounds)
             self._links.join_last_stage()
-        endpoint = self._last.do(MakeLogits(logits))
-        self._calls.ask(OpenChannels(logits=endpoint), self._seconds)
+        endpoint = self.last.do(MakeLogits(logits))
+        self.calls.ask(OpenChannels(logits=endpoint), self._seconds)
         return vocabulary
 
     def _share(self, offers: Sequence[ProjectionOffer | str]) -> tuple[Vocabulary, tuple[int, ...]]:
-        """Have every stage take its rows of what the last stage's ranks offer. Returns also the
-        columns of all writers of logits; none where the last stage keeps them."""
-        setup = self._setup
+        """Have every stage take its rows out of ``offers``, one for each rank of the last stage; text
+        in the place of an offer says why there is none. Returns the shares, and the first columns of
+        all writers of logits, which are empty where the last stage keeps all rows."""
+        setup = self.setup
         if not setup.vocabulary.parts:
             return setup.vocabulary, ()
         rows = [offer for offer in offers if isinstance(offer, ProjectionOffer)]
         if len(rows) < len(offers):
-            vocabulary = Vocabulary(why=next(why for why in offers if isinstance(why, str)))
+            reasons = [offer for offer in offers if isinstance(offer, str)]
+            vocabulary = Vocabulary(why=reasons[0])
             logger.warning("%s", vocabulary)
             return vocabulary, ()
         sequences = min(setup.microbatch, COST_TOKENS)
-        times = self._calls.ask(TimeParts(sequences=sequences), self._seconds)
+        times = self.calls.ask(TimeParts(sequences=sequences), self._seconds)
         vocabulary = measured_vocabulary(
             setup.vocabulary,
             setup.config,
@@ -129,13 +151,14 @@ class PipelineOpener:
         if not vocabulary.parts:
             return vocabulary, ()
         bounds = columns([offer.columns for offer in rows], vocabulary.parts)
-        self._calls.ask(TakeProjection(offers=rows, bounds=bounds), self._seconds)
+        self.calls.ask(TakeProjection(offers=rows, bounds=bounds), self._seconds)
         return vocabulary, bounds
 
     def _choose(self, drawing: Mapping[str, float]) -> str:
-        """Measure who should draw, and tell the workers; ``drawing`` is the samplers' part."""
-        setup = self._setup
-        ranks = self._calls.ask(Measure(sequences=setup.microbatch), self._seconds)
+        """Measure whether the device or the samplers should draw, and tell the workers. ``drawing`` are
+        the samplers' seconds by mix. Returns the choice in the words of ``cpu_sampling``."""
+        setup = self.setup
+        ranks = self.calls.ask(Measure(sequences=setup.microbatch), self._seconds)
         stages = _parts(ranks, setup.ranks)
         last = stages[-1]
         copied = max(last, key=lambda rank: rank.copy)
@@ -151,14 +174,15 @@ class PipelineOpener:
             draws=drawing,
         )
         logger.info("%s", costs)
-        self._calls.ask(ChooseDrawer(draws=costs.choice), self._seconds)
+        self.calls.ask(ChooseDrawer(draws=costs.choice), self._seconds)
         return costs.choice
 
 
 def _parts(ranks: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Those of each stage."""
-    return [ranks[at : at + count] for at in range(0, len(ranks), count)]
+    """The ranks of each stage, of which each has ``count``."""
+    return [ranks[first : first + count] for first in range(0, len(ranks), count)]
 
 
 def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    """The number with its noun, as in "2 stages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

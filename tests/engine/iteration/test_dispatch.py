@@ -26,7 +26,15 @@ def make(tracker, slots=1, publish=lambda *_, **__: None):
     """A dispatcher, and its iterations."""
     bus = SimpleNamespace(order=threading.RLock(), publish=publish)
     gather, iterations = SimpleNamespace(expect=lambda *_: None), Iterations(slots, 99)
-    return Dispatcher(bus, iterations, tracker, gather, Mock(), empty=False), iterations
+    dispatcher = Dispatcher(
+        bus=bus,
+        iterations=iterations,
+        tracker=tracker,
+        gather=gather,
+        telemetry=Mock(),
+        empty=False,
+    )
+    return dispatcher, iterations
 
 
 def test_everything_of_empty_outputs_is_carried():
@@ -146,7 +154,7 @@ def test_a_planned_iteration_is_published_with_its_tokens_alone():
     assert early.num_scheduled_tokens == {"a": 1, "b": 1}
     assert early.scheduled_cached_reqs.new_token_ids == []
     iterations.leave(iterations.deliver(0, tokens=[]))
-    dispatcher.go_on(wait=False)
+    dispatcher.publish_due(wait=False)
     assert sent[2][:2] == (Kind.SCHEDULE, 1)
     assert sent[2][2][1:] == [int32_bytes([7, 8])]
 
@@ -159,7 +167,7 @@ def test_tokens_that_come_while_a_plan_is_published_are_not_left_lying():
         sent.append((kind, number))
         if kind is Kind.PLAN:
             iterations.leave(iterations.deliver(number - 1, tokens=[]))
-            other = threading.Thread(target=dispatcher.go_on, args=(False,))
+            other = threading.Thread(target=dispatcher.publish_due, args=(False,))
             other.start()
             other.join()
 
@@ -184,10 +192,10 @@ def test_what_waits_is_published_with_its_bitmask_when_its_time_has_come():
     mask[0, 0] = 1
     futures.append(held.give(mask))
     mask[0, 0] = 2
-    held.dispatcher.go_on(wait=False)
+    held.dispatcher.publish_due(wait=False)
     assert held.sent == FIRST
     assert held.draw(0) is futures[0]
-    held.dispatcher.go_on(wait=False)
+    held.dispatcher.publish_due(wait=False)
     assert held.sent == FIRST + SECOND
     assert held.masks == [[[0]], [[1]]]
     assert held.draw(1) is futures[1]
@@ -199,9 +207,9 @@ def test_who_brings_tokens_leaves_prompts_and_a_lock_to_the_engines_thread():
     held.give(mask, new=["with an image"])
     held.give(mask)
     held.draw(0)
-    held.dispatcher.go_on(wait=False)
+    held.dispatcher.publish_due(wait=False)
     assert held.sent == FIRST
-    held.dispatcher.go_on()
+    held.dispatcher.publish_due()
     assert held.sent == FIRST + SECOND
     held.draw(1)
     taken, leave = threading.Event(), threading.Event()
@@ -214,11 +222,11 @@ def test_who_brings_tokens_leaves_prompts_and_a_lock_to_the_engines_thread():
     replacing = threading.Thread(target=replace_a_sampler)
     replacing.start()
     assert taken.wait(30)
-    held.dispatcher.go_on(wait=False)
+    held.dispatcher.publish_due(wait=False)
     assert held.sent == FIRST + SECOND
     leave.set()
     replacing.join(30)
-    held.dispatcher.settle()
+    held.dispatcher.publish_all()
     assert held.sent[-1] == (Kind.GRAMMAR, 2)
 
 
@@ -226,7 +234,7 @@ def test_a_call_comes_behind_all_that_is_scheduled():
     held, mask = Held(), np.zeros((1, 1), np.int32)
     held.give(mask)
     held.give(mask)
-    calling = threading.Thread(target=held.dispatcher.settle)
+    calling = threading.Thread(target=held.dispatcher.publish_all)
     calling.start()
     assert held.sent == FIRST
     held.draw(0)

@@ -259,8 +259,16 @@ class Watched:
         self.errors, self.asked, self.shown, self.clock = [], 0, [], StallClock()
         self.iterations = Iterations(3, 99, self.clock.now)
         self.calls = Calls(SimpleNamespace(publish=lambda *_: None), WORKERS, self.clock.now)
-        looks = self.iterations, self.calls, WORKERS, self.ask, self.clock
-        self.watch = StallWatch(*looks, 100.0, self.errors.append, self.shown.append)
+        self.watch = StallWatch(
+            iterations=self.iterations,
+            calls=self.calls,
+            workers=WORKERS,
+            ask=self.ask,
+            clock=self.clock,
+            timeout=100.0,
+            fail=self.errors.append,
+            show=self.shown.append,
+        )
 
     def ask(self):
         self.asked += 1

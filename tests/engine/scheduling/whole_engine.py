@@ -136,7 +136,12 @@ class WholeEngine(Engine):
         self._drawn: dict[int, Sampled] = {}
         bus = SimpleNamespace(order=threading.Lock(), publish=self._publish)
         self._dispatcher = Dispatcher(
-            bus, self.iterations, self.tracker, Mock(), telemetry, empty=False
+            bus=bus,
+            iterations=self.iterations,
+            tracker=self.tracker,
+            gather=Mock(),
+            telemetry=telemetry,
+            empty=False,
         )
         scheduler = observed(
             cls, self.iterations, telemetry, self.tracker, rows=LOGITS if drafts else 0
@@ -217,7 +222,7 @@ class WholeEngine(Engine):
             fillers = [(name, [0]) for name in iteration.outcome.errors]
             self.tracker.record(iteration.number, [*drawn, *fillers])
             self.iterations.leave(iteration)
-            self._dispatcher.go_on()
+            self._dispatcher.publish_due()
         outputs = self.scheduler.update_from_output(batch, result)
         for client, told in outputs.items():
             for output in told.outputs:

@@ -13,7 +13,7 @@ TOLERATED = 0.05
 MOVABLE = 32_768
 """Tokens up to which a sequence moves: they take three entries of BIC-I, which has 64 for each of the
 microbatches that a sampler can be behind. So who moves one waits for no sampler
-(:meth:`sipipe.engine.iteration.dispatch.Dispatcher.go_on`)."""
+(:meth:`sipipe.engine.iteration.dispatch.Dispatcher.publish_due`)."""
 PAYS = 0.9
 """A sequence moves only if it costs less than this part of the difference: else back and forth."""
 

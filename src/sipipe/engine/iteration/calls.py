@@ -1,7 +1,7 @@
 """Calls of the workers: published on BIC-I, in order with the iterations; answered through pipes.
 
 Who runs here
-    Any thread calls, once iterations run with none planned (``Dispatcher.settle``), whose tokens
+    Any thread calls, once iterations run with none planned (``Dispatcher.publish_all``), whose tokens
     workers would wait for; the events thread hands replies in. The table is under ``_lock``, which
     is never held while something is published.
 Guarantees

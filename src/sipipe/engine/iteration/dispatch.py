@@ -11,7 +11,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -41,23 +41,36 @@ _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
 """Fields of a scheduling output that change workers' state, and the join of several outputs' values."""
 
 
-@dataclass
 class Dispatcher:
     """Publishes what the scheduler decided."""
 
-    _bus: Bus
-    _iterations: Iterations
-    _tracker: RequestTracker
-    _gather: GatherReceiver
-    _telemetry: Telemetry
-    empty: bool
-    """Scheduling outputs without tokens are iterations too, for KV connectors."""
-    head_drafts: HeadDrafts | None = None
-    """Requests for drafts, where a head on the last stage makes them."""
-    _last: Iteration | None = None
-    _empty: list[SchedulerOutput] = field(default_factory=list)
-    """Scheduling outputs without tokens since the last that was published, but for those that say
-    nothing, as the visit of a closed slot does."""
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        iterations: Iterations,
+        tracker: RequestTracker,
+        gather: GatherReceiver,
+        telemetry: Telemetry,
+        empty: bool,
+        head_drafts: HeadDrafts | None = None,
+    ) -> None:
+        """Make the dispatcher of one pipeline.
+
+        With ``empty``, scheduling outputs without tokens are iterations too, as KV connectors need.
+        ``head_drafts`` has the requests for drafts, where a head on the last stage makes them."""
+        self._bus = bus
+        self._iterations = iterations
+        self._tracker = tracker
+        self._gather = gather
+        self._telemetry = telemetry
+        self.empty = empty
+        self.head_drafts = head_drafts
+        self._last: Iteration | None = None
+        """The iteration that was given last, whose bitmask comes next."""
+        self._empty: list[SchedulerOutput] = []
+        """Scheduling outputs without tokens since the last that was published, without those that
+        say nothing, as the visit of a closed slot does."""
 
     def publish(self, output: SchedulerOutput) -> bool:
         """Have one iteration published, now or when its time has come (:meth:`.Iterations.begin`);
@@ -71,10 +84,10 @@ class Dispatcher:
             _carry(self._empty, output)
             self._empty = []
         self._last = self._iterations.enter(output)
-        self.go_on()
+        self.publish_due()
         return True
 
-    def go_on(self, wait: bool = True) -> None:
+    def publish_due(self, wait: bool = True) -> None:
         """Publish iterations whose time has come. The engine thread does when it has entered one, and
         when it takes a result in. Before, who brings tokens does, without ``wait``: it has more to
         bring, and leaves to the engine thread what could wait for readers, or for ``bus.order``."""
@@ -94,10 +107,10 @@ class Dispatcher:
                 self._bus.order.release()
             # Once more: whoever brought its tokens meanwhile has found the order taken, and left.
 
-    def settle(self) -> None:
+    def publish_all(self) -> None:
         """Publish all that has been scheduled. Engine thread."""
         while self._iterations.wait_for_first():
-            self.go_on()
+            self.publish_due()
 
     def _send(self, iteration: Iteration) -> None:
         work = iteration.work

@@ -47,7 +47,7 @@ class ObservedScheduler(SessionScheduler):
     iterations: Iterations
     telemetry: Telemetry
     tracker: RequestTracker
-    go_on: Callable[[], None]
+    publish_due: Callable[[], None]
     """Publishes what waits for the result that is taken in."""
     head_drafts: HeadDrafts | None
     """Drafts of a head on the last stage; None: there is no head."""
@@ -108,7 +108,7 @@ class ObservedScheduler(SessionScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self.go_on()
+        self.publish_due()
         iteration = self.iterations.finish(scheduler_output)
         errors = iteration.outcome.errors if iteration is not None else {}
         refused = self._refused()
@@ -268,7 +268,7 @@ def observed(
     iterations: Iterations,
     telemetry: Telemetry,
     tracker: RequestTracker,
-    go_on: Callable[[], None] = lambda: None,
+    publish_due: Callable[[], None] = lambda: None,
     rows: int = 0,
     head_drafts: HeadDrafts | None = None,
 ) -> type:
@@ -280,7 +280,7 @@ def observed(
         "rows": rows,
     }
     records["head_drafts"] = head_drafts
-    records["go_on"] = staticmethod(go_on)
+    records["publish_due"] = staticmethod(publish_due)
     if issubclass(scheduler, ObservedScheduler):  # of an engine before, with the same configuration
         scheduler = scheduler.__bases__[1]
     bases = ObservedScheduler, scheduler

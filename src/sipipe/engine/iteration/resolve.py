@@ -4,7 +4,7 @@ Who runs here
     The gather thread sleeps on BIC-O; the events thread reports.
 Guarantees
     The tracker knows an iteration's tokens before its future is resolved, and before anything is
-    published that waits for them: ``go_on`` does that.
+    published that waits for them: ``publish_due`` does that.
 """
 
 import collections
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -39,22 +38,34 @@ NO_ANSWER = (
 """Why a request fails whose token was drawn by nobody."""
 
 
-@dataclass
 class Resolver:
-    """Resolves iterations. ``go_on`` publishes what waited for one; ``fail`` gets what stops it."""
+    """Resolves iterations by the tokens and reports that come in."""
 
-    _iterations: Iterations
-    _tracker: RequestTracker
-    _gather: GatherReceiver
-    _telemetry: Telemetry
-    _go_on: Callable[[], None]
-    _fail: Callable[[BaseException], None]
-    head_drafts: HeadDrafts | None = None
-    """Gets the tokens that a head on the last stage is to draft behind; None: there is no head."""
-    aggregator: KVOutputAggregator | None = None
-    """vLLM's, where there is a KV connector: of two threads, one at a time."""
+    def __init__(
+        self,
+        *,
+        iterations: Iterations,
+        tracker: RequestTracker,
+        gather: GatherReceiver,
+        telemetry: Telemetry,
+        publish_due: Callable[[], None],
+        fail: Callable[[BaseException], None],
+        head_drafts: HeadDrafts | None = None,
+    ) -> None:
+        """Start the gather thread.
 
-    def __post_init__(self) -> None:
+        ``publish_due`` publishes what waited for an iteration. ``fail`` takes the error that stops
+        this thread. ``head_drafts`` takes the tokens that a head on the last stage is to draft
+        behind, where there is a head."""
+        self._iterations = iterations
+        self._tracker = tracker
+        self._gather = gather
+        self._telemetry = telemetry
+        self._publish_due = publish_due
+        self._fail = fail
+        self.head_drafts = head_drafts
+        self.aggregator: KVOutputAggregator | None = None
+        """vLLM's, where there is a KV connector. Two threads use it, one at a time."""
         self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
         """Held while what two threads may do at once is joined, or counted."""
         self.thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
@@ -106,7 +117,7 @@ class Resolver:
             self.head_drafts.ask(iteration, by_request)
         self._iterations.leave(iteration)
         try:
-            self._go_on()
+            self._publish_due()
         except Exception as error:
             self._fail(error)
         with self._joining:

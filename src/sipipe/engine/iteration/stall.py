@@ -60,19 +60,19 @@ class StallClock:
         return self._looked
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StallWatch:
-    """Looks at the oldest iteration and call; ``timeout`` seconds of their clock are the bound."""
+    """Watch on the oldest iteration and call, whose bound is ``timeout`` seconds of their clock."""
 
-    _iterations: Iterations
-    _calls: Calls
-    _workers: Sequence[str]
-    _ask: Callable[[], None]
+    iterations: Iterations
+    calls: Calls
+    workers: Sequence[str]
+    ask: Callable[[], None]
     """Asks all workers what they do; :meth:`heard` takes the answers."""
-    _clock: StallClock
-    _timeout: float
-    _fail: Callable[[BaseException], None]
-    _show: Callable[[bool], None]
+    clock: StallClock
+    timeout: float
+    fail: Callable[[BaseException], None]
+    show: Callable[[bool], None]
     """Told whether a worker that should answer does not."""
     _answers: dict[str, str] = field(default_factory=dict)
     _answers_until: float | None = None
@@ -86,32 +86,32 @@ class StallWatch:
     def turn(self) -> float:
         """Ask the workers when the bound is reached, stop the engine when they have answered.
         Returns the seconds until the next turn at the latest."""
-        waiting = [w for w in (self._iterations.oldest(), self._calls.oldest()) if w is not None]
+        waiting = [w for w in (self.iterations.oldest(), self.calls.oldest()) if w is not None]
         oldest = min(waiting, key=lambda wait: wait.began, default=None)
         now = time.monotonic()
-        waited = 0.0 if oldest is None else self._clock.now() - oldest.began
-        left = LONGEST_SLEEP if oldest is None else self._timeout - waited
+        waited = 0.0 if oldest is None else self.clock.now() - oldest.began
+        left = LONGEST_SLEEP if oldest is None else self.timeout - waited
         if oldest is None or left > 0:
             self._answers_until = None
             return max(0.05, min(left, self._probe(waited > LATE_SECONDS, now)))
         if self._answers_until is None:
             self._probed = None
             self._answers.clear()
-            self._answers_until = now + (self._timeout if oldest.may_be_long else ANSWER_SECONDS)
-            self._ask()
-        silent = len(self._answers) < len(self._workers)
+            self._answers_until = now + (self.timeout if oldest.may_be_long else ANSWER_SECONDS)
+            self.ask()
+        silent = len(self._answers) < len(self.workers)
         if silent and now < self._answers_until:
             return min(LONGEST_SLEEP, self._answers_until - now)
-        call = self._calls.oldest()
+        call = self.calls.oldest()
         if call is not None and call is oldest and not silent:
             # All workers live, and only the caller knows how long it takes: look again when the
             # bound has passed once more.
-            call.began = self._clock.now()
+            call.began = self.clock.now()
             self._answers_until = None
             return LONGEST_SLEEP
-        doing = "; ".join(f"{w} {self._answers.get(w, 'does not answer')}" for w in self._workers)
+        doing = "; ".join(f"{w} {self._answers.get(w, 'does not answer')}" for w in self.workers)
         more = 'Raise "stall_timeout" in the sipipe config if this may take so long'
-        self._fail(StallError(f"no progress for {self._timeout:g} s: {oldest}. {doing}. {more}"))
+        self.fail(StallError(f"no progress for {self.timeout:g} s: {oldest}. {doing}. {more}"))
         return LONGEST_SLEEP
 
     def _probe(self, late: bool, now: float) -> float:
@@ -119,12 +119,12 @@ class StallWatch:
         probed = self._probed
         if not late:
             self._probed = None
-            self._show(False)
+            self.show(False)
             return LONGEST_SLEEP
         if probed is None or now - probed >= ANSWER_SECONDS:
             if probed is not None:
-                self._show(len(self._answers) < len(self._workers))
+                self.show(len(self._answers) < len(self.workers))
             self._answers.clear()
-            self._ask()
+            self.ask()
             probed = self._probed = now
         return probed + ANSWER_SECONDS - now
