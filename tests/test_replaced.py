@@ -45,7 +45,7 @@ MEANT = {
     "an output of ours": "kv_connector_output invalid_block_ids finished_recving failed_recving",
     "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable excepthook argv",
     "the pipeline group of ours": "receive send",
-    "options of a group that is being made": "name",
+    "options of a group that is being made": "name _timeout _devices",
 }
 """What is set on objects of others and replaces nothing."""
 
