@@ -38,7 +38,12 @@ def measured_in_turn(
     with own_sockets(), ThreadPoolExecutor(len(jobs)) as pool:
         asked = {
             side: pool.submit(
-                measured, side, {**job, "turn": ends}, module, kept=ends, env=(env or {}).get(side)
+                measured,
+                side,
+                {**job, "turn": ends},
+                module,
+                descriptors=ends,
+                env=(env or {}).get(side),
             )
             for (side, job), ends in zip(jobs.items(), turns, strict=True)
         }

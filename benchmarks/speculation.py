@@ -1,6 +1,6 @@
 """Speculative decoding: tokens a pass, tokens a second and times per token, with and without.
 
-    python -m benchmarks.make_model smollm2 build/models/smollm2
+    sipipe make-model smollm2 build/models/smollm2
     python -m benchmarks.speculation [MODEL] [--pp 2] [--requests 1,4,8,32] [--repeat 3] [--no-stock]
     python -m benchmarks.speculation --profile llama-70b-8xh100 --pp 4,8 --requests 1,8,32
 

@@ -10,6 +10,9 @@ pytestmark = pytest.mark.engine
 SAMPLERS = {"sipipe": {"samplers": 2}}
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 OFFERED = "vllm:spec_decode_num_draft_tokens"
+CACHED = "cached"
+"""Tokens of a prompt that the prefix cache had. With a head they are a block fewer: vLLM computes the
+last block of a hit again, since the head reads the target's hidden states, which no cache has."""
 
 
 def head(models, kind):
@@ -80,11 +83,26 @@ def test_a_head_changes_no_token(models, kind, pp):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 def test_nor_where_requests_are_preempted_and_share_blocks(models, kind):
+    """The number of cached tokens is another with a head (:data:`CACHED`)."""
     path, drafts = head(models, kind)
     plain = {"prompts": repeating(8) + prompts(3), "params": greedy(11, shortest=40, longest=80)}
     small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
     settings = {**SAMPLERS, "pipeline_parallel_size": 2, "max_num_seqs": 16, **small}
-    with_and_without(path, [plain, plain], drafts, **settings)
+    with_and_without(path, [plain, plain], drafts, apart_from=[CACHED], **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_as_many_tokens_are_cached_as_in_stock(models, kind):
+    """Of prompts that come a second time, in a cache that has room for all."""
+    path, drafts = head(models, kind)
+    roomy = {"block_size": 32, "enable_prefix_caching": True, "speculative_config": drafts}
+    twice = long_greedy() * 2
+    stock, _ = run(path, twice, **roomy)
+    said, _ = run(path, twice, **SAMPLERS, pipeline_parallel_size=2, **roomy)
+    expected = [[request[CACHED] for request in batch] for batch in stock]
+    assert [[request[CACHED] for request in batch] for batch in said] == expected
+    assert any(expected[1])
 
 
 @pytest.mark.ci

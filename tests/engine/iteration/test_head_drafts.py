@@ -73,6 +73,30 @@ def test_drafts_that_are_worth_nothing_are_not_asked_for():
     assert drafts.take([3]) == {}
 
 
+def test_drafts_that_become_worth_nothing_while_they_are_asked_for_are_asked_for():
+    """The engine thread decides at any time; no request for 0 drafts is sent."""
+    drafts, sent = made()
+    with_blocks = drafts._tracker.with_blocks
+
+    def meanwhile(number, request_ids):
+        drafts.steps = 0
+        return with_blocks(number, request_ids)
+
+    drafts._tracker.with_blocks = meanwhile
+    drafts.ask(iteration(3, "a"), [("a", [3])])
+    assert [read(message).steps for message in sent] == [2]
+
+
+@pytest.mark.parametrize("steps", [0, 2, 3])
+def test_no_answer_ends_the_engine(steps):
+    """Also none that is not what was asked for."""
+    drafts, _ = made()
+    drafts.ask(iteration(3, "a"), [("a", [3])])
+    flat = int32_bytes([1, 2])
+    drafts.came(Drafted(iteration=3, steps=steps, drafts=flat, seconds=0.1))
+    assert drafts.take([3]) == {3: {"a": [1, 2]} if steps == 2 else {}}
+
+
 def test_what_a_pass_of_the_head_takes_is_learnt():
     drafts, _ = made()
     for number, seconds in enumerate([0.02, 0.0, 0.04]):

@@ -59,16 +59,18 @@ class HeadDrafts:
         """Iterations whose drafts were asked for and not taken, by number."""
         self._failed = False
         self._asking = BestEffort("asking a head for drafts", bounded=False)
+        self._learning = BestEffort("the seconds that a head takes", bounded=False)
+        self._reading = BestEffort("reading the drafts of a head", bounded=False)
 
     def ask(self, iteration: Iteration, tokens: Iterable[tuple[str, list[int]]]) -> None:
         """The tokens of ``iteration``, by request, are known to who follows requests."""
-        if iteration.work.sampled and self.steps:
-            self._asking(None, self._ask, iteration, dict(tokens))
+        steps = self.steps  # read once: the engine thread may set it to 0 meanwhile
+        if iteration.work.sampled and steps:
+            self._asking(None, self._ask, iteration, dict(tokens), steps)
 
-    def _ask(self, iteration: Iteration, tokens: dict[str, list[int]]) -> None:
+    def _ask(self, iteration: Iteration, tokens: dict[str, list[int]], steps: int) -> None:
         number = iteration.number
         request_ids = list(dict.fromkeys(iteration.work.sampled))
-        steps = self.steps
         with self._lock:
             alive = self._tracker.with_blocks(number, request_ids)
             if not alive:
@@ -93,18 +95,19 @@ class HeadDrafts:
     def came(self, drafted: Drafted) -> None:
         """The last stage has proposed drafts."""
         with self._lock:
-            if drafted.seconds:
-                seconds = drafted.seconds / drafted.steps
-                self.pass_seconds += (seconds - self.pass_seconds) * (
-                    RATE if self.pass_seconds else 1.0
-                )
+            self._learning(None, self._learn, drafted)
             request = self._asked.get(drafted.iteration)
             if request is None:
                 return  # the scheduler has gone on without
-            drafts = int32_view(drafted.drafts).reshape(-1, drafted.steps)
             # None are there where the head has failed.
-            request.answer = dict(zip(request.request_ids, drafts.tolist(), strict=False))
+            request.answer = self._reading({}, _by_request, request.request_ids, drafted)
             self._came.notify_all()
+
+    def _learn(self, drafted: Drafted) -> None:
+        if drafted.seconds:
+            seconds = drafted.seconds / drafted.steps
+            rate = RATE if self.pass_seconds else 1.0
+            self.pass_seconds += rate * (seconds - self.pass_seconds)
 
     def take(self, iterations: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """Drafts by request of each of ``iterations``, of those that were asked for; waits for them.
@@ -126,3 +129,9 @@ class HeadDrafts:
         with self._lock:
             self._failed = True
             self._came.notify_all()
+
+
+def _by_request(request_ids: Sequence[str], drafted: Drafted) -> dict[str, list[int]]:
+    """Drafts of each request, in the order that they were asked for."""
+    drafts = int32_view(drafted.drafts).reshape(-1, drafted.steps)
+    return dict(zip(request_ids, drafts.tolist(), strict=False))
