@@ -17,7 +17,7 @@ from sipipe.tools.planner.hardware import Assumed, Cluster, assumptions, device,
 from sipipe.tools.planner.models import builtin_models, load_model
 from sipipe.tools.planner.placement import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan
-from sipipe.tools.planner.report import notes, plan_to_dict, serve_commands
+from sipipe.tools.planner.report import notes, plan_to_dict, serve_commands, worth_line
 from sipipe.tools.planner.search import Search
 from sipipe.tools.planner.workload import Workload
 
@@ -69,6 +69,8 @@ def _print_plan(console: Console, plan: Plan) -> None:
         console.print("no (p, t) of this cluster serves this workload")
         return
     console.print(_recommendation(plan, plan.best))
+    if worth := worth_line(plan):
+        console.print(worth)
     for command in serve_commands(plan, plan.best):
         print(f"  {command}")
     for note in notes(plan, plan.best):
@@ -206,6 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     add = adder(engine)
     add("--inflight", count, None, "N", "microbatches in flight (default: the better of p, p + 1)")
     add("--samplers", count, None, "N", "CPU samplers (default: as many as pay and are free)")
+    worth = "say what a head that makes up to N is worth (default: 3; 0: do not)"
+    add("--drafts", at_least(0, int, 64), 3, "N", worth)
+    add("--acceptance", fraction, 0.7, "P", "probability that a draft is right (default: 0.7)")
     other = "compared with: vllm-async (the default on GPUs) or vllm, without async scheduling"
     add("--baseline", str, None, "NAME", other)
     drawn = "on: the output projection may be shared out on GPUs too, as the engine has it"
@@ -245,6 +250,8 @@ def main(argv: Sequence[str]) -> int:
             samplers=args.samplers,
             cpu_sampling=args.cpu_sampling,
             given=stated,
+            drafts=args.drafts,
+            acceptance=args.acceptance,
         ).plan()
         for workload in workloads
     ]

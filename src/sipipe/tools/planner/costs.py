@@ -78,7 +78,7 @@ class DatasheetCosts:
         """Device time of ``stage`` for the model's own work, by cause as the tables name it;
         ``gather``: the last stage collects logits on every rank."""
         compute, weights = self._products(stage, work)
-        return {
+        causes = {
             "compute": compute,
             "weight reads": weights,
             "attention": self._attention(stage, work),
@@ -86,6 +86,20 @@ class DatasheetCosts:
             "all-reduce": self._all_reduce(stage, work),
             "logits": self._logits(stage, work, gather=gather) if stage.projection else 0.0,
         }
+        if work.drafts and stage.is_last:
+            causes["draft head"] = self._draft_head(stage, work)
+        return causes
+
+    def _draft_head(self, stage: Stage, work: Microbatch) -> float:
+        """Seconds of a head of one layer, like the model's last, and the output projection: one pass a
+        draft, the first over the rows that were verified."""
+        layer = dataclasses.replace(stage, layer_range=stage.layer_range[-1:])
+        first = dataclasses.replace(work, tokens=work.rows, drafts=0)
+        others = dataclasses.replace(work, tokens=work.batch, drafts=0)
+        seconds = [
+            sum(self.forward(layer, each, gather=False).values()) for each in (first, others)
+        ]
+        return seconds[0] + (work.drafts - 1) * seconds[1]
 
     def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
         """Matrix products of the layers, as (bound by arithmetic, bound by weights)."""
@@ -123,11 +137,11 @@ class DatasheetCosts:
         heads = stage.layers / min(stage.t, attention.heads)
         peak = self.cluster.device.flops(16) * self.efficiency.compute
         decode = roofline(
-            work.batch * (_flops_per_context(attention, decode=True) * work.context) * heads / peak,
+            work.rows * (_flops_per_context(attention, decode=True) * work.context) * heads / peak,
             read / self._bandwidth,
             self.efficiency.sharpness,
         )
-        prompts = work.tokens - work.batch
+        prompts = max(0.0, work.tokens - work.rows)
         prefill = _flops_per_context(attention, decode=False) * work.prompt_context
         return decode + prompts * prefill * heads / peak
 
@@ -141,12 +155,12 @@ class DatasheetCosts:
         parameters = facts.embedding_parameters * stage.projection / stage.t
         peak = self.cluster.device.flops(16) * self.efficiency.compute
         seconds = roofline(
-            2.0 * parameters * work.batch / peak,
+            2.0 * parameters * work.rows / peak,
             parameters * facts.activation_bytes / self._bandwidth,
             self.efficiency.sharpness,
         )
         if gather:
-            size = work.batch * facts.vocabulary * facts.activation_bytes
+            size = work.rows * facts.vocabulary * facts.activation_bytes
             seconds += all_reduce_seconds(self.cluster, stage, size) / 2  # an all-gather is half
         return seconds
 
@@ -168,7 +182,7 @@ class DatasheetCosts:
 
     def device_sampling(self, work: Microbatch) -> float:
         """Time of vLLM's sampler on the last stage's device."""
-        logits = work.batch * self.facts.vocabulary
+        logits = work.rows * self.facts.vocabulary
         device = self.cluster.device
         if device.kind == "cpu":
             return logits * self.sampling.vllm_core_ns * _NANO / max(1, device.cores)
@@ -177,16 +191,16 @@ class DatasheetCosts:
     def logits_copy(self, stage: Stage, work: Microbatch) -> float:
         """Bringing logits to the host's memory: each rank writes its float32 shard over its link."""
         link = self.cluster.device.host_link
-        size = 4.0 * work.batch * self.facts.vocabulary * stage.projection / stage.t
+        size = 4.0 * work.rows * self.facts.vocabulary * stage.projection / stage.t
         return link.hop_us * _MICRO + size / link.bytes_per_second
 
     def host_sampling(self, work: Microbatch, samplers: int) -> float:
         """``samplers`` cores draw: whole sequences per core, and never faster than the host's memory."""
         vocabulary = self.facts.vocabulary
         sampling = self.sampling
-        rounds = math.ceil(work.batch / samplers)
+        rounds = math.ceil(work.rows / samplers)
         kernel = rounds * vocabulary * sampling.core_ns * _NANO
-        traffic = work.batch * vocabulary * sampling.host_bytes / (sampling.host_gbs * 1e9)
+        traffic = work.rows * vocabulary * sampling.host_bytes / (sampling.host_gbs * 1e9)
         return max(kernel, traffic)
 
     def schedule(self, engine: Engine, work: Microbatch) -> float:

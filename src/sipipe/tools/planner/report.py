@@ -5,7 +5,7 @@ import shlex
 from typing import Any
 
 from sipipe.tools.planner.placement import kv_bytes_per_token
-from sipipe.tools.planner.plan import OURS, Choice, Plan
+from sipipe.tools.planner.plan import OURS, Choice, DraftWorth, Plan
 
 _ROOM = 0.9
 """Part of the predicted KV cache that one sequence may ask for: memory is predicted, not measured."""
@@ -102,9 +102,38 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "choices": [_choice(plan, choice) for choice in plan.choices],
         "rejected": [reject._asdict() for reject in plan.rejected],
         "gain": plan.gain._asdict() if plan.gain else None,
+        "drafts": None if plan.drafts is None else _drafts(plan.drafts),
         "serve": serve_commands(plan, plan.best) if plan.best else [],
         "notes": notes(plan, plan.best) if plan.best else [],
     }
+
+
+def _drafts(worth: DraftWorth) -> dict[str, Any]:
+    return {
+        **_fields(worth, "drafts", "acceptance", "tokens_a_pass", "longer", "gain"),
+        **_fields(worth, "throughput", "tpot"),
+        "layers": list(worth.layers),
+    }
+
+
+def worth_line(plan: Plan) -> str:
+    """One sentence on what a draft head is worth; empty where that was not asked."""
+    worth = plan.drafts
+    if worth is None:
+        return ""
+    head = (
+        f"a draft head: {worth.drafts} draft(s) of a sequence, each right with probability "
+        f"{worth.acceptance:g} (--drafts, --acceptance), make {worth.tokens_a_pass:.2f} tokens of a "
+        f"pass that takes {worth.longer:.2f} x as long"
+    )
+    if worth.gain <= 1.0:
+        return f"{head}: not worth it with so many sequences"
+    layers = ", ".join(map(str, worth.layers))
+    stages = f", layers of the stages {layers}" if len(worth.layers) > 1 else ""
+    return (
+        f"{head}: {worth.gain:.2f} x SiPipe's best row, {worth.throughput:,.0f} tok/s, "
+        f"TPOT {worth.tpot * 1e3:.1f} ms{stages}"
+    )
 
 
 def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.costs import DatasheetCosts, volume_per_device
+from sipipe.tools.planner.drafts import worth_of_drafts
 from sipipe.tools.planner.hardware import Assumed, Case, Engine
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Memory, Placement, place
-from sipipe.tools.planner.plan import OURS, Choice, End, Gain, Plan, Rejected
+from sipipe.tools.planner.plan import OURS, Choice, DraftWorth, End, Gain, Plan, Rejected
 from sipipe.tools.planner.workload import Workload
 
 _KV = "KV capacity"
@@ -49,6 +50,10 @@ class Search:
     """SiPipe's setting. On GPUs the engine shares the output projection out with ``"on"`` only."""
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Assumed inputs that the user states (:func:`sipipe.tools.planner.hardware.assumptions`)."""
+    drafts: int = 0
+    """Drafts of a head whose worth is predicted, at most; 0: it is not."""
+    acceptance: float = 0.7
+    """Probability that a draft is right if those before it are."""
 
     def plan(self) -> Plan:
         """Predict every (p, t) with both engines, and rank what can serve. Raises ConfigError: an
@@ -78,7 +83,22 @@ class Search:
             choices=tuple(choices),
             rejected=tuple(rejected),
         )
-        return dataclasses.replace(plan, gain=self._gain(plan.fastest(True), plan.fastest(False)))
+        ours = plan.fastest(True)
+        return dataclasses.replace(
+            plan,
+            gain=self._gain(ours, plan.fastest(False)),
+            drafts=self._worth_of_drafts(ours),
+        )
+
+    def _worth_of_drafts(self, ours: Choice | None) -> DraftWorth | None:
+        """What drafts would add to SiPipe's fastest choice."""
+        if ours is None or not self.drafts:
+            return None
+        workload = dataclasses.replace(
+            self.workload, drafts=self.drafts, acceptance=self.acceptance
+        )
+        samplers = self.samplers or self.costs.cluster.sampler_cores
+        return worth_of_drafts(self.costs, workload, ours, samplers)
 
     def _best(self, engine: Engine, p: int, t: int) -> Choice:
         """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks, or _RuledOutError."""

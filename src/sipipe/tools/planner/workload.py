@@ -31,6 +31,10 @@ class Workload:
     """Tokens that the KV cache has to hold at least."""
     weight_bits: float | None = None
     """Bits per weight; None: the checkpoint's own."""
+    drafts: int = 0
+    """Drafts that a head on the last stage makes of each sequence in each iteration."""
+    acceptance: float = 0.0
+    """Probability that a draft is right if those before it are."""
 
     @property
     def context(self) -> float:
@@ -44,15 +48,24 @@ class Workload:
 
     @property
     def tokens_per_sequence(self) -> float:
-        """Tokens an iteration computes per running sequence: its own, and its share of the
+        """Tokens an iteration computes per running sequence: its own, its drafts, and its share of the
         prompts that have to enter for the batch to stay full."""
-        return 1 + self.input / self.output
+        return 1 + self.drafts + self.tokens_a_pass * self.input / self.output
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """Tokens that a sequence gets in an iteration, more than one with drafts: a draft counts if
+        all before it are right, and the token behind the last right one always does."""
+        return math.fsum(self.acceptance**number for number in range(1 + self.drafts))
 
     def microbatch(self, batch: int) -> Microbatch:
         """The steady microbatch of ``batch`` running sequences."""
-        tokens = batch * self.tokens_per_sequence
         return Microbatch(
-            batch=batch, tokens=tokens, context=self.context, prompt_context=self.input / 2
+            batch=batch,
+            tokens=batch * self.tokens_per_sequence,
+            context=self.context,
+            prompt_context=self.input / 2,
+            drafts=self.drafts,
         )
 
 
@@ -63,7 +76,14 @@ class Microbatch:
     batch: int
     """Sequences that draw a token."""
     tokens: float
-    """Tokens computed: one per sequence, and prompt tokens."""
+    """Tokens computed: one per sequence, its drafts, and prompt tokens."""
     context: float
     """Mean cached tokens that a sequence's token attends to, and a prompt token."""
     prompt_context: float = 0.0
+    drafts: int = 0
+    """Drafts of each sequence."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that have logits: of each sequence its own, and its drafts."""
+        return self.batch * (1 + self.drafts)
