@@ -96,10 +96,9 @@ class DatasheetCosts:
         layer = dataclasses.replace(stage, layer_range=stage.layer_range[-1:])
         first = dataclasses.replace(work, tokens=work.rows, drafts=0)
         others = dataclasses.replace(work, tokens=work.batch, drafts=0)
-        seconds = [
-            sum(self.forward(layer, each, gather=False).values()) for each in (first, others)
-        ]
-        return seconds[0] + (work.drafts - 1) * seconds[1]
+        after_the_pass = sum(self.forward(layer, first, gather=False).values())
+        after_a_draft = sum(self.forward(layer, others, gather=False).values())
+        return after_the_pass + (work.drafts - 1) * after_a_draft
 
     def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
         """Matrix products of the layers, as (bound by arithmetic, bound by weights)."""

@@ -91,7 +91,7 @@ class Search:
         )
 
     def _worth_of_drafts(self, ours: Choice | None) -> DraftWorth | None:
-        """What drafts would add to SiPipe's fastest choice."""
+        """Predict what drafts would add to SiPipe's fastest choice."""
         if ours is None or not self.drafts:
             return None
         workload = dataclasses.replace(
