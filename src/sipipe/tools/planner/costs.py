@@ -94,10 +94,10 @@ class DatasheetCosts:
         """Seconds of a head of one layer, like the model's last, and the output projection: one pass a
         draft, the first over the rows that were verified."""
         layer = dataclasses.replace(stage, layer_range=stage.layer_range[-1:])
-        first = dataclasses.replace(work, tokens=work.rows, drafts=0)
-        others = dataclasses.replace(work, tokens=work.batch, drafts=0)
-        after_the_pass = sum(self.forward(layer, first, gather=False).values())
-        after_a_draft = sum(self.forward(layer, others, gather=False).values())
+        verified = dataclasses.replace(work, tokens=work.rows, drafts=0)
+        draft_pass = dataclasses.replace(work, tokens=work.batch, drafts=0)
+        after_the_pass = sum(self.forward(layer, verified, gather=False).values())
+        after_a_draft = sum(self.forward(layer, draft_pass, gather=False).values())
         return after_the_pass + (work.drafts - 1) * after_a_draft
 
     def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
