@@ -67,7 +67,7 @@ CAMPAIGN_OF = (
     Benchmark("sampling-alone", "sampling_alone", ("sampling-alone",), 2),
     Benchmark("stage", "stage", ("stage", "stage-executors"), 2),
     Benchmark("transfer", "transfer", ("transfer",), 1),
-    Benchmark("trace", "trace", ("trace", "trace-report"), 2),
+    Benchmark("trace", "trace", ("trace",), 1),
     Benchmark("prompts", "prefill MODEL --quick", ("prefill-pp2",), 9),
     Benchmark(
         "prompts-emulated",

@@ -11,13 +11,10 @@ keeps them, and torch on one thread; a copy for it to work in is made outside th
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 
 from benchmarks.harness import median_seconds, report
@@ -27,7 +24,6 @@ from sipipe.messages.measured import MIXES
 from sipipe.messages.params import SequenceParams
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up
-from sipipe.sampling import sample
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": MIXES["greedy"],
@@ -39,18 +35,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "all": MIXES["all"],
 }
 V, B = 151_936, 64
-
-
-@numba.njit(nogil=True)
-def read_hot(flat: Any, rows: int, vocab: int, hot: Any) -> Any:
-    """Read only some tokens of each row, as hot-vocabulary sampling would: their maximum."""
-    total = np.float32(0.0)
-    for r in range(rows):
-        top = np.float32(-np.inf)
-        for i in range(hot.size):
-            top = max(top, flat[r * vocab + hot[i]])
-        total += top
-    return total
 
 
 def texts(batch: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -206,101 +190,6 @@ def sizes(quick: bool) -> None:
     )
 
 
-def state() -> None:
-    """Sparse tables of seen tokens by output length, beside reading three dense rows."""
-    rows = []
-    batch = 16
-    x = normal(batch, V)
-    lower = 3 * read(np.zeros((batch * 3, V), np.float32))
-    rng = np.random.default_rng(2)
-    for output, law in (
-        (0, "uniform"),
-        (200, "uniform"),
-        (2_000, "uniform"),
-        (8_000, "uniform"),
-        (32_000, "uniform"),
-        (2_000, "zipf"),
-        (32_000, "zipf"),
-    ):
-        text = rng.integers(0, V, (batch, output))
-        if law == "zipf":  # like text: few distinct tokens
-            text = rng.zipf(1.2, (batch, output)) % V
-        columns = SequenceColumns(V)
-        for handle in range(batch):
-            params = SequenceParams(seed=handle, **STRATEGIES["all"])
-            columns.join(handle, params, (), text[handle])
-        distinct = np.mean([np.unique(row).size for row in text]) if output else 0
-        rows.append(
-            {
-                "output tokens": output,
-                "drawn": law,
-                "distinct": int(distinct),
-                "all, sparse": milliseconds(ours(columns, x), batch, repeat=5),
-                "dense: reading 3 rows alone": lower,
-                "sparse KB a sequence": sum(array.nbytes for array in columns._seen.tables[:3])
-                / batch
-                / 1e3,
-                "dense KB a sequence": 3 * V * 4 / 1e3,
-            }
-        )
-    report("sampling", "penalty state, ms a sequence, V 151,936", rows, file="sampling-state")
-
-
-def other() -> None:
-    x = normal(B, V)
-    every = [SequenceParams(**STRATEGIES["all"])] * B
-    rng = np.random.default_rng(1)
-    prompts, outputs = (list(tokens) for tokens in texts(B, V))
-    kept = milliseconds(ours(joined("all", B, V), x), B)
-    stateless = milliseconds(
-        lambda: sample(x, every, prompt_token_ids=prompts, output_token_ids=outputs), B
-    )
-    rows = [{"case": "all, state kept", "ms": kept}, {"case": "all, facade", "ms": stateless}]
-    for title, extra in (
-        ("temperature, 5 logprobs", {"logprobs": 5}),
-        ("top-k 1,000", {"top_k": 1000}),
-        ("allowed 100 tokens", {"allowed_token_ids": list(range(100))}),
-    ):
-        columns = SequenceColumns(V)
-        for handle in range(B):
-            columns.join(handle, SequenceParams(seed=handle, **extra))
-        rows.append({"case": title, "ms": milliseconds(ours(columns, x), B, repeat=5)})
-    for size in (8_192, 32_768):
-        hot = np.sort(rng.permutation(V)[:size])
-        time = milliseconds(lambda hot=hot: read_hot(x.reshape(-1), B, V, hot), B)
-        rows.append({"case": f"reading {size:,} hot tokens alone", "ms": time})
-    report("sampling", "ms a sequence, other cases", rows, file="sampling-other")
-
-
-def _worker(batch: int, start: Any, results: Any) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[multiprocessing.current_process()._identity[0] % len(cores)]})
-    x = normal(batch, V)
-    columns = joined("all", batch, V)
-    call = ours(columns, x)
-    call()
-    start.wait()
-    results.put(median_seconds(call, repeat=15))
-
-
-def processes() -> None:
-    context = multiprocessing.get_context("spawn")
-    rows = []
-    for count in (1, 2):
-        start, results = context.Barrier(count), context.Queue()
-        batch = B // count
-        workers = [
-            context.Process(target=_worker, args=(batch, start, results)) for _ in range(count)
-        ]
-        for worker in workers:
-            worker.start()
-        slowest = max(results.get(timeout=300) for _ in workers)
-        for worker in workers:
-            worker.join()
-        rows.append({"processes": count, "ms for 64 sequences": slowest * 1e3})
-    report("sampling", "all strategies, one process against two", rows, file="sampling-processes")
-
-
 def weights() -> None:
     """The entries of `sipipe.messages.cost`, microseconds per 100,000 logits."""
     x = normal(B, V)
@@ -337,11 +226,8 @@ def main() -> None:
     tables: dict[str, Callable[[], None]] = {
         "strategies": lambda: strategies(options.stock),
         "sizes": lambda: sizes(options.quick),
-        "state": state,
-        "other": other,
         "cliffs": cliffs,
         "weights": weights,
-        "processes": processes,
     }
     parser.add_argument("--only", choices=tables, help="one table")
     options = parser.parse_args()

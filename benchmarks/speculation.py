@@ -2,15 +2,11 @@
 
     sipipe make-model smollm2 build/models/smollm2
     python -m benchmarks.speculation [MODEL] [--pp 2] [--requests 1,4,8,32] [--repeat 3] [--no-stock]
-    python -m benchmarks.speculation --profile llama-70b-8xh100 --pp 4,8 --requests 1,8,32
 
 A chat model copies a passage, edits a file, fills a JSON schema, and chats, greedily and with the
 sampling of chat. SiPipe with ``{"method": "ngram"}``, SiPipe without, and stock vLLM on one stage with
 its own n-grams hold an engine each at the same time, and answer every load in turn: so many requests are
 always there, and the next begins where one ends.
-
-With a profile: emulated devices (docs/emulation.md), and drafts of which about 0.6 are right. All that
-a pass costs more with drafts, rows on the device and SiPipe's own work, is in tokens/s by tokens a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulate import emulated as engine_on_devices
 from benchmarks.harness import report
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.turns import turn
@@ -149,9 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", default="build/models/smollm2")
     parser.add_argument("--quick", action="store_true", help="one request, greedy, SiPipe alone")
-    parser.add_argument("--pp", default="2", help="stages; of emulated devices a list")
-    parser.add_argument("--profile", default="", help="of emulated devices, in place of a model")
-    parser.add_argument("--acceptance", default="0.6", help="of emulated drafts (default: 0.6)")
+    parser.add_argument("--pp", default="2", help="stages (default: 2)")
     parser.add_argument("--requests", default="1,4,8,32")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--sampling", default="greedy,chat")
@@ -162,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.requests, args.sampling, args.repeat, args.no_stock = "1", "greedy", 1, True
-    (emulated if args.profile else served)(args)
+    served(args)
 
 
 def served(args: argparse.Namespace) -> None:
@@ -206,31 +199,6 @@ def served(args: argparse.Namespace) -> None:
         file=args.name or f"speculation-pp{args.pp}",
         note="so many requests all the time, while three times as many end; same tokens: of the first "
         "requests, those whose tokens equal the ones without drafts (bfloat16: ties may fall otherwise)",
-    )
-
-
-def emulated(args: argparse.Namespace) -> None:
-    """Devices that only take time."""
-    rows = []
-    for pp in args.pp.split(","):
-        words = ["--profile", args.profile, "--pp", pp, "--requests", args.requests]
-        words += ["--sampling", "greedy", "--tokens", "256"]
-        without = engine_on_devices(words)[1]["loads"]
-        drafted = engine_on_devices([*words, "--acceptance", args.acceptance])[1]["loads"]
-        for requests, one, other in zip(args.requests.split(","), drafted, without, strict=True):
-            row = {"stages": int(pp), "requests": int(requests)}
-            row["tokens a pass"] = round(one["drafts"]["a_pass"], 2)
-            row["tok/s with"] = round(one["tokens_per_s"], 1)
-            row["tok/s without"] = round(other["tokens_per_s"], 1)
-            row["with / without"] = round(one["tokens_per_s"] / other["tokens_per_s"], 2)
-            row["by tokens a pass"] = round(row["with / without"] / row["tokens a pass"], 2)
-            row["busy %"] = round(100 * max(one["busy"], other["busy"]))
-            rows.append(row)
-    report(
-        "speculation-emulated",
-        f"Speculative decoding on emulated devices, {args.profile}, {args.acceptance} of drafts right",
-        rows,
-        note="while all requests decode; one engine a side; busy: of this machine's cores",
     )
 
 

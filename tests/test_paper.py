@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks import paper
-from benchmarks.made_up_trace import Example, write_example
 from benchmarks.pictures import DRAWN
 
 from sipipe.cli import bench, main
 from sipipe.errors import SiPipeError
+from tests.tools.report.made_up_trace import Example, write_example
 
 START = {
     "startup_s": 1.0,

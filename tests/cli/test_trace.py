@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benchmarks.made_up_trace import Example, write_example
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.perfetto import numbers
+from tests.tools.report.made_up_trace import Example, write_example
 
 from sipipe.cli import main, top
 from sipipe.observe.format import SUFFIX

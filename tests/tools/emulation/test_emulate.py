@@ -7,7 +7,7 @@ import re
 
 import pytest
 from benchmarks import emulate
-from benchmarks.made_up_trace import Example, write_example
+from tests.tools.report.made_up_trace import Example, write_example
 
 from sipipe.cli import main
 from sipipe.errors import SiPipeError

@@ -14,9 +14,9 @@ from importlib.resources import files
 import msgspec
 import numpy as np
 import pytest
-from benchmarks.made_up_trace import Example, write_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tools.report.made_up_trace import Example, write_example
 from tests.tools.report.timeline import pipeline
 
 from sipipe.observe.format import OLDER, RECORD, SUFFIX, encode_header, read_file
