@@ -123,7 +123,7 @@ def measured_by() -> str:
         return "Nothing is measured yet."
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     machines = {_hardware(result) for result in of_campaign}
-    commits = {result["machine"]["commit"] for result in of_campaign}
+    commits = _commits()
     if len(commits) == 1:
         version = of_campaign[0]["machine"].get("sipipe", "")
         vllm = _vllm(of_campaign[0])
@@ -179,14 +179,22 @@ def _table(match: re.Match[str]) -> str:
 
 
 def _source(name: str) -> str:
-    """The line below a table: what it is, on what, when, of which commit, and the command."""
+    """The line below a table: what it is, and the command; of another commit than the campaign's or
+    another machine also on what, when and at which commit."""
     result = kept(name)
     machine = result["machine"]
     parts = [f"{result['title']}{'; ' if result['note'] else ''}{result['note']}.".rstrip(".")]
-    parts += [_hardware(result)]
-    parts += [f"vLLM {_vllm(result)}"] if _vllm(result) else []
-    parts += [machine["date"], f"commit {machine['commit']}", f"`{result['command']}`"]
+    if _elsewhere(result) or len(_commits()) > 1:  # otherwise the page says it once
+        parts += [_hardware(result)]
+        parts += [f"vLLM {_vllm(result)}"] if _vllm(result) else []
+        parts += [machine["date"], f"commit {machine['commit']}"]
+    parts += [f"`{result['command']}`"]
     return f"<sub>{'. '.join(parts)}.</sub>"
+
+
+def _commits() -> set[str]:
+    """Commits at which the campaign's figures were measured: one, once it has run whole."""
+    return {result["machine"]["commit"] for result in map(kept, names()) if not _elsewhere(result)}
 
 
 def _goals() -> str:
