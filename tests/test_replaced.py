@@ -30,7 +30,7 @@ MEANT = {
     ),
     "fields of the configuration that plugins are to set": (
         "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group kv_cache_memory_bytes "
-        "enable_jit_warmup"
+        "enable_jit_warmup use_tqdm_on_load"
     ),
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config cache_config kv_events_config "

@@ -109,7 +109,7 @@ def test_a_line_names_the_pair_the_reason_and_the_cost(lines, how):
         f"states, since cuda_ipc failed its trial ({REASONS[how]}). 512 tokens, 0.0 MB, take 2.0 ms: "
         "as much later is the first token of such a prompt"
     )
-    assert tried.startswith("SiPipe tried 4 links: the slowest, ")
+    assert tried.startswith("hidden states go from stage to stage by 4 links; the slowest, ")
     assert describe_links(links) == (
         "cuda_ipc (untested between GPUs), shm (untested between GPUs) on stage1-2.r1"
     )

@@ -195,7 +195,7 @@ def test_a_running_engine_maps_what_its_budget_says(models):
         said = re.search(r"shared memory: ([\d,.]+) MiB \((.*?)\)", engine.log.read_text())
     assert sizes == first
     budget = dict(part.rsplit(" ", 1) for part in said[2].split(", "))
-    whole = {"bic-i": "BIC-I", "bic-l": "logits", "link": "hidden states"}
+    whole = {"bic-i": "iterations", "bic-l": "logits", "link": "hidden states"}
     found = dict.fromkeys([*whole.values(), "the rest"], 0)
     for (name, _), size in sizes.items():
         found[whole.get(name.removeprefix("sipipe-"), "the rest")] += size / 2**20

@@ -33,6 +33,7 @@ from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.last_word import leave_last_word
+from sipipe.start_log import leave_out_what_is_wrong, shorten
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class Executor(VllmExecutor):
         from sipipe.engine.start.drain import drain_though_paused
 
         require_vllm()
+        leave_out_what_is_wrong(engine=True)
+        if self.vllm_config.announced:
+            shorten()  # where vLLM has not forked this process, which then has no filters yet
         drain_though_paused()
         self._placement: object = None
         """Ray's placement, whose actors live as long as it does; None without Ray."""

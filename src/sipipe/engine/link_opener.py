@@ -126,7 +126,8 @@ class LinkOpener:
         if slowest is not None:
             seconds, link = slowest
             logger.info(
-                "SiPipe tried %d link%s: the slowest, %s, takes %.1f ms for %d tokens",
+                "hidden states go from stage to stage by %d link%s; the slowest, %s, takes %.1f ms for "
+                "%d tokens",
                 len(opened),
                 "" if len(opened) == 1 else "s",
                 link.describe(),

@@ -50,6 +50,7 @@ from sipipe.messages.replies import Ready, Reply
 from sipipe.messages.start_records import WorkerBoot
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
+from sipipe.start_log import leave_out_what_is_wrong, shorten
 from sipipe.worker.hooks.world import cut_model, keep_caches_apart
 
 if TYPE_CHECKING:
@@ -147,6 +148,11 @@ class Main:
         if place.tp_size > 1:
             title += f"_TP{place.tp_rank}"
         configure_logging(boot.vllm_config.logging_config)
+        leave_out_what_is_wrong()
+        if boot.vllm_config.announced:
+            shorten(first=boot.local_rank == 0)
+            # A worker's shard is its own, but bars of several on one terminal are one another's noise.
+            boot.vllm_config.load_config.use_tqdm_on_load = boot.local_rank == 0
         set_process_title(name=title)
         decorate_logs(title)
         keep_caches_apart(place)

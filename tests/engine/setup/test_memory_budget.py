@@ -84,7 +84,7 @@ def test_the_budget_is_what_the_channels_map():
     setup = setup_of()
     parts = memory_budget.memory_budget(setup)
     made, size = opened(lambda: DispatchProducer("bic-i", ring_entries(setup.slots), ENTRY_BYTES))
-    assert size == parts.pop("BIC-I")
+    assert size == parts.pop("iterations")
     made.close()
     made, size = opened(
         lambda: LogitsChannel(
@@ -98,7 +98,7 @@ def test_the_budget_is_what_the_channels_map():
     assert size == parts.pop("logits")
     made.close()
     made, size = opened(lambda: LivePage.create(PageHeader(stages=3, samplers=2)))
-    assert size == -(-parts.pop("figures") // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert size == -(-parts.pop("metrics") // mmap.PAGESIZE) * mmap.PAGESIZE
     made.close()
     made, size = opened(lambda: _links(setup))
     assert size == parts.pop("hidden states")

@@ -390,7 +390,7 @@ def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys, monkeypa
     assert lines[0].startswith("core plan: stage 0: core")
     assert "sampler" in lines[1]
     assert lines[2].startswith("shared memory: ")
-    for part in ("BIC-I", "logits", "hidden states", "figures"):
+    for part in ("iterations", "logits", "hidden states", "metrics"):
         assert part in lines[2]
     assert lines[3].startswith("Output projection")
     assert len(lines) == 4

@@ -86,10 +86,33 @@ def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(se
         p for p in forked.values() if port in [c.laddr.port for c in p.net_connections("inet")]
     ]
     assert listening == [server]
+
+
+SAID_AT_A_START = (
+    "core plan: ",
+    "scheduler: core",
+    "shared memory: ",
+    "Output projection ",
+    "non-default args: ",
+    "Initializing a V1 LLM engine (v",  # vLLM's version, and all of its configuration
+    "KV cache size: ",
+    "microbatches in flight",
+)
+NOT_SAID = ("custom scheduler", "Triton not available", "Triton is not installed", "Route: ")
+
+
+def test_the_log_of_a_start_is_short_and_has_what_matters(served):
     text = served[2].read_text()
-    assert text.count(f"{servers.MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
-    for line in ("core plan: ", "scheduler: core", "shared memory: ", "Output projection "):
-        assert text.count(line) == 1, line
+    text = "".join(line for line in text.splitlines(keepends=True) if "import time: " not in line)
+    start, served_at, _ = text.partition(f"{servers.MODEL} is served at {served[0]}/v1")
+    assert served_at, text[-2000:]
+    assert text.count(served_at) == 1
+    for line in SAID_AT_A_START:
+        assert start.count(line) == 1, line
+    assert start.count("Model loading took") == 2, "of both stages"
+    for line in NOT_SAID:
+        assert line not in start
+    assert len(start.splitlines()) <= 40, start
 
 
 def test_vllms_own_server_forks_them_too_and_killed_it_leaves_nothing(models, tmp_path):
@@ -103,6 +126,9 @@ def test_vllms_own_server_forks_them_too_and_killed_it_leaves_nothing(models, tm
         everybody, names = front.children(recursive=True), in_shared_memory_of(server.everybody())
         asked = {"temperature": 0.0, "max_tokens": 4, "logprobs": 0}
         assert len(complete(server.address, [5, 6, 7], asked)[0]) == 4
+        text = server.log.read_text()
+        assert "Route: /health" in text, "vLLM's own lines stay"
+        assert not [line for line in ("custom scheduler", "Triton is not installed") if line in text]
         front.kill()
         _, alive = psutil.wait_procs(everybody, timeout=15)
         assert not [p for p in alive if p.is_running()], server.log.read_text()[-3000:]

@@ -57,9 +57,10 @@ def choose_vocabulary(
     tp = vllm_config.parallel_config.tensor_parallel_size
     kind = device_kind()
     parts, gain = share_projection(facts, cut, even, tp, device=kind)
-    effect = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
     if config.vocabulary == "auto" and gain < WORTH_SHARING:
-        return Vocabulary(why=f"sharing it out would make {effect}"), cut
+        worth = f"only {gain - 1:.0%} of speed" if gain > 1.005 else "nothing"
+        return Vocabulary(why=f"sharing it out over the stages would gain {worth}"), cut
+    effect = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
     shared = Vocabulary(
         parts=parts,
         why=f"expected to make {effect}",

@@ -32,7 +32,7 @@ def memory_budget(setup: Setup) -> dict[str, int]:
     config, inflight, dtype = setup.vllm_config, setup.slots, setup.dtype
     stages = len(setup.here) + (setup.node > 0)  # the link from the host before ends here
     samplers = len(setup.cores.samplers)
-    sizes = {"BIC-I": Layout(ring_entries(inflight), ENTRY_BYTES).size}
+    sizes = {"iterations": Layout(ring_entries(inflight), ENTRY_BYTES).size}
     if samplers:  # else vLLM's draws, and there is no BIC-L
         shape = LogitsShape(vocab=setup.vocab_size, dtype=dtype)
         sizes["logits"] = logits_layout(shape, setup.logits_rows, logits_entries(inflight)).size
@@ -44,7 +44,7 @@ def memory_budget(setup: Setup) -> dict[str, int]:
         if setup.vocabulary.parts:  # final hidden states go from the last stage to all others
             link += buffer_bytes(TensorSchema(tuple(specs[:1])), setup.rows)
         sizes["hidden states"] = (stages - 1) * setup.ranks * max(2, inflight) * link
-    sizes["figures"] = PageHeader(stages=stages, ranks=setup.ranks, samplers=samplers).size
+    sizes["metrics"] = PageHeader(stages=stages, ranks=setup.ranks, samplers=samplers).size
     starts = config.parallel_config.data_parallel_size  # 1 where one has begun
     return {what: size * starts for what, size in sizes.items()}
 

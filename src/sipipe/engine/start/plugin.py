@@ -20,6 +20,7 @@ from unittest.mock import patch
 from sipipe.environment import check_environment
 from sipipe.errors import ConfigError, ResourceError, SiPipeError, tell
 from sipipe.ipc.last_word import leave_last_word
+from sipipe.start_log import leave_out_what_is_wrong
 from sipipe.versions import require_vllm
 
 T = TypeVar("T")
@@ -130,6 +131,7 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     it themselves. ``stages``: the option that the user has for them. Raises ConfigError or
     UnsupportedError for what SiPipe or vLLM refuse."""
     require_vllm()  # where this is another vLLM
+    leave_out_what_is_wrong()
     from vllm.engine import arg_utils
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import import_pynvml

@@ -27,6 +27,7 @@ import psutil
 from sipipe.engine.children.forking import importing
 from sipipe.errors import EngineDiedError, SiPipeError, tell
 from sipipe.ipc.parent import end_group_with
+from sipipe.start_log import shorten
 
 
 def main() -> int:
@@ -36,6 +37,7 @@ def main() -> int:
     end_group_with(supervisor)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
     arguments = json.loads(sys.argv[2])
+    shorten()
     # What vLLM's 5,000 modules make stays, and the collector would go through it again and again: a
     # quarter of the time that importing takes. Frozen, it is shared with what is forked.
     gc.disable()
