@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sipipe.cli.bench_answer import answers
+from sipipe.cli.bench_compare import check_writable, compare, write
 from sipipe.cli.bench_rows import config_of, rows_of
-from sipipe.cli.bench_tables import STOCK, show, table
+from sipipe.cli.bench_tables import STOCK, csv_table, show, table
 from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.tools.child import TIMEOUT, measured
@@ -36,6 +38,10 @@ to no stock with stages. Servers are started in turn, forwards and then backward
   sipipe bench MODEL --pp 2 --rows sipipe --row "vLLM's scheduler=--scheduler-cls ..." \\
       --row "stock, 8 in flight=stock --max-num-seqs 8"
 
+Two results that --json or --output have written, side by side:
+
+  sipipe bench compare before.html after.html --output both.html
+
 The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 """
 
@@ -48,6 +54,8 @@ LONGEST = 200_000.0
 
 def main(argv: Sequence[str]) -> int:
     """Measure and show; returns the exit status. 0: every row was measured. 1: some failed."""
+    if argv[:1] == ["compare"]:
+        return compare(argv[1:])
     args, settings, words = parse_engine_command(_parser(), argv)
     jobs = rows_of(args, settings, words)
     _check(args, words, jobs)
@@ -67,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     preloads = ", ".join(map(os.path.basename, preloaded)) or "none"
     result = {
         "benchmark": "bench",
+        "model": next(iter(jobs.values()))["model"],
+        "answers": answers(rows, args.goodput or ()),
         "title": f"Served by {args.engines} engine(s) a row, {' '.join(load['load'])}",
         "command": shlex.join(["sipipe", "bench", *argv]),
         "machine": machine(),
@@ -77,17 +87,21 @@ def main(argv: Sequence[str]) -> int:
         },
         "failed": failed,
     }
+    written = {"--output": (args.output, render_load), "--csv": (args.csv, _csv)}
     try:
-        if args.output:
-            Path(args.output).write_text(render_load(result), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"bench: --output {args.output}: {error.strerror}") from None
-    finally:  # also if the page could not be written: the figures took long
+        for option, (path, made) in written.items():
+            if path:
+                write(option, path, made(result))
+    finally:  # also if a file could not be written: the figures took long
         if args.json:
             print(json.dumps(result, indent=1))
         else:
             show(result)
     return 1 if failed else 0
+
+
+def _csv(result: Mapping[str, Any]) -> str:
+    return csv_table(result["rows"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--shared-devices", action="store_true", help="measure stages on one GPU")
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     add("--output", str, None, "FILE", "also a page (HTML): the figures over the load")
+    add("--csv", str, None, "FILE", "also the table as CSV")
     return parser
 
 
@@ -272,13 +287,9 @@ def _check(args: argparse.Namespace, words: Sequence[str], jobs: Mapping[str, An
     for option, file in (("--sharegpt", args.sharegpt), ("--trace-file", args.trace_file)):
         if file and not os.path.isfile(file):
             raise ConfigError(f"bench: {option}: there is no file {file}")
-    if args.output:
-        page = Path(args.output)
-        if not os.path.isdir(page.parent):
-            raise ConfigError(f"bench: --output: there is no directory {page.parent}")
-        written = page if os.path.exists(page) else page.parent
-        if os.path.isdir(page) or not os.access(written, os.W_OK):
-            raise ConfigError(f"bench: --output: no file can be written at {page}")
+    for option, path in (("--output", args.output), ("--csv", args.csv)):
+        if path:
+            check_writable(option, path)
     if args.trace_file and args.rate != [0]:
         raise ConfigError("bench: --rate: --trace-file has the arrivals, leave one of them out")
     if any(word.split("=")[0] in ("--nnodes", "-n") for word in words):

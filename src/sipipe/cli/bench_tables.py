@@ -1,6 +1,9 @@
 """The table of ``sipipe bench``: figures of each row's engines, and how they compare."""
 
+import csv
+import io
 import json
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,6 +59,8 @@ def table(
             goodputs = [run.get("request_goodput") for run in runs]
             if goodputs[0] is not None:
                 row["goodput/s"] = f"{statistics.median(goodputs):.2f}"
+                shares = [run["request_goodput"] * run["duration"] / run["completed"] for run in runs]
+                row["within limits"] = f"{100 * statistics.median(shares):.0f}%"
             row["KV tokens"] = starts[0]["kv_tokens"]
             row["memory MiB"] = sum(starts[0]["memory_mib"].values()) or None
             bound = jobs[name]["env"].get("VLLM_CPU_OMP_THREADS_BIND")
@@ -83,6 +88,34 @@ def _speeds(starts: Sequence[Mapping[str, Any]], load: str) -> tuple[float, floa
     return min(figures), statistics.median(figures), max(figures)
 
 
+RANGE = re.compile(r"([\d,.]+) \(([\d,.]+)-([\d,.]+)\)")
+"""A median with its range, as a cell of the table has it."""
+NUMBER = re.compile(r"[\d,]+(\.\d+)?")
+"""A number with thousands separators."""
+
+
+def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """``rows`` as CSV with a head. Numbers have no thousands separators; a column with ranges becomes
+    three, such as ``tok/s``, ``tok/s low`` and ``tok/s high``."""
+    plain = []
+    for row in rows:
+        cells: dict[str, Any] = {}
+        for name, value in row.items():
+            text = "" if value is None else str(value)
+            if ranges := RANGE.fullmatch(text):
+                numbers = [number.replace(",", "") for number in ranges.groups()]
+                cells |= zip((name, f"{name} low", f"{name} high"), numbers, strict=True)
+            else:
+                cells[name] = text.replace(",", "") if NUMBER.fullmatch(text) else text
+        plain.append(cells)
+    columns = list(dict.fromkeys(name for cells in plain for name in cells))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(plain)
+    return text.getvalue()
+
+
 def show(result: Mapping[str, Any]) -> None:
     """Print the table of a result of ``sipipe bench``."""
     rows = result["rows"]
@@ -92,6 +125,8 @@ def show(result: Mapping[str, Any]) -> None:
     shown = console.table(columns, cells, left=("sampling", "engine"), pad_edge=True)
     shown.title = result["title"]
     shown.caption = result["note"]
+    for sentence in result["answers"]:
+        print(sentence)
     console.Console(width=max(130, console.Console().width)).print(shown)
     for name, cores in {row["engine"]: row["cores"] for row in rows if row["cores"]}.items():
         print(f"{name}: {cores}")

@@ -84,6 +84,7 @@ def _report(args: argparse.Namespace) -> None:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
     for run in runs:
         Console().print(bubbles(run))
+        print(run.summary["next"])
     print(f"written to {path} ({len(page) / 1e6:.1f} MB)")
 
 

@@ -21,8 +21,9 @@ def result(rates=(1.0, 2.0, 8.0, None), prompts=(None,), goodput="0.50"):
         for rate in rates
         for engine in ENGINES
     ]
-    machine = {"cpu": "a processor", "cores": 2, "date": "2026-11-26"}
+    machine = {"cpu": "a processor", "cores": 2, "date": "2026-11-26", "vllm": "0.32.0"}
     names = {"title": "Served by 1 engine", "note": "ms", "command": "sipipe bench </script><!--m"}
+    names |= {"model": "/models/tiny", "answers": ["At 8 requests/s sipipe serves more."]}
     return {**names, "machine": machine, "rows": rows, "engines": {}, "failed": {}}
 
 
@@ -69,3 +70,45 @@ def test_a_browser_draws_each_figure_and_shows_every_row(browser, tmp_path, made
     assert browser.run("document.querySelectorAll('#figures tbody tr').length") == len(made["rows"])
     assert ("draws p" in browser.run("document.querySelector('#figures').textContent")) is False
     assert browser.problems() == []
+
+
+def test_the_page_begins_with_model_versions_and_answer(browser, tmp_path):
+    browser.open(render_load(result()), tmp_path / "load.html", 900)
+    assert browser.run("document.querySelector('h1').textContent") == "SiPipe bench tiny"
+    assert browser.run("document.getElementById('what').textContent").startswith("vLLM 0.32.0")
+    answer = "document.getElementById('answers').textContent"
+    assert browser.run(answer) == "At 8 requests/s sipipe serves more."
+
+
+def test_a_dashed_line_has_a_dashed_key(browser, tmp_path):
+    browser.open(render_load(result(rates=(1.0, 2.0, 4.0, 8.0))), tmp_path / "load.html", 900)
+    styles = browser.run(
+        "[...document.querySelectorAll('.charts > div:last-child .u-series + .u-series .u-marker')].map(key =>"
+        " getComputedStyle(key).borderTopStyle)"
+    )
+    assert styles == ["solid", "solid", "dashed", "dashed"]
+    assert browser.problems() == []
+
+
+@pytest.mark.parametrize("width", [1300, 420])
+def test_nothing_is_wider_than_the_window_and_the_table_scrolls(browser, tmp_path, width):
+    browser.open(render_load(result(goodput=None)), tmp_path / "load.html", 900)
+    browser.size(width, 900)
+    assert browser.run("document.documentElement.scrollWidth") == width
+    charts = "getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length"
+    assert browser.run(charts) == (3 if width == 1300 else 1), "three charts leave no quarter empty"
+    assert browser.run("getComputedStyle(document.getElementById('figures')).overflowX") == "auto"
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_the_address_chooses_the_colours(browser, tmp_path, theme):
+    file = tmp_path / "load.html"
+    browser.open(render_load(result()), file, 900)
+    browser.size(1300, 900, dark=theme == "light")
+    browser.call("Page.navigate", url=f"file://{file}?theme={theme}")
+    chosen = """new Promise((done) => {
+      const look = () => window.sipipe && location.search ? done(document.documentElement.dataset.theme)
+                                                          : setTimeout(look, 20);
+      look();
+    })"""
+    assert browser.run(chosen) == theme

@@ -34,7 +34,7 @@ from sipipe.tools.report.render import (
     segment_lane,
 )
 from sipipe.tools.report.statistics import busiest, phase_table, utilization
-from sipipe.tools.report.summary import Run
+from sipipe.tools.report.summary import NEXT, SCHEDULING, Run, next_step
 
 
 @pytest.fixture(scope="module")
@@ -428,6 +428,33 @@ def test_browser_shows_what_follows_a_quiet_night_where_it_was(browser, runs, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [*NEXT, "none"])
+def test_the_next_step_is_of_the_largest_kind_of_bubble(kind):
+    share = dict.fromkeys(NEXT, 0.01) | {"busy": 0.6}
+    if kind != "none":
+        share[kind] = 0.3
+    said = next_step(share)
+    assert said.startswith("The devices are busy 60% of the time with requests.")
+    assert ("30%" in said) is (kind != "none")
+    assert kind == "none" or NEXT[kind][0] in said
+    assert (SCHEDULING[0] in next_step(share, 0.9)) is (kind == "unscheduled")
+
+
+def test_every_iteration_time_and_busy_share_of_the_page_says_which_it_is(browser, tmp_path):
+    write_example(tmp_path, Example(stages=2, iterations=120))
+    run = Run(read_trace(tmp_path))
+    browser.open(render([run]), tmp_path / "report.html", 900)
+    text = "document.querySelector('{}').textContent".format
+    tile = browser.run("[...document.querySelectorAll('.tile')].map(t => t.textContent)[2]")
+    mean = re.search(r"mean ([\d.]+) ms", tile)[1]
+    bars = browser.run("[...document.querySelectorAll('#breakdown .end')].map(e => e.textContent)")
+    assert {bar.removesuffix(" ms") for bar in bars} == {mean}
+    last = browser.run("document.querySelector('#bubbles tbody tr:last-child').textContent")
+    assert last.startswith("Time with requests") and f"{mean}" in last
+    assert last.endswith("100%")
+    assert browser.run(text("#next")) == run.summary["next"]
+
+
 def test_browser_opens_a_hundred_thousand_iterations(browser, tmp_path):
     write_example(tmp_path, Example(iterations=100_000, inflight=5))
     run = Run(read_trace(tmp_path))

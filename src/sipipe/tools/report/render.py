@@ -166,6 +166,7 @@ def render(runs: Sequence[Run], detail: int = DETAIL) -> str:
 def render_load(result: Mapping[str, Any]) -> str:
     """The page for what ``sipipe bench --json`` prints: its figures over the load that varies."""
     shown = {key: result[key] for key in ("title", "note", "command", "machine", "rows")}
+    shown |= {key: result[key] for key in ("model", "answers") if key in result}
     # What the scripts expect of a trace, of which there is none.
     data = shown | {"version": __version__, "runs": [], "kinds": [], "phases": []}
     return _page("load.html", result["command"], data, LOAD_SCRIPTS)

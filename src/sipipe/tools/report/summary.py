@@ -1,13 +1,67 @@
 """The machine-readable report: one dictionary per run."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
 from sipipe.tools.report import statistics
 from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account, shares, total
 from sipipe.tools.report.reader import Trace
+
+
+NEXT = {
+    "load_imbalance": (
+        "one stage, or the sampling, takes longer than the others",
+        'compare the stages below. If one is busier, let SiPipe cut the layers by measured times ("layers":'
+        ' "auto", the default) or cut them yourself (--layers). If samplers are late, raise --samplers.',
+    ),
+    "intra_stage": (
+        "stages wait for their own process, which prepares inputs or starts the model",
+        "give each stage a core of its own that nothing else runs on (cores in docs/configuration.md).",
+    ),
+    "inter_stage": (
+        "hidden states take long from stage to stage",
+        "look at the start's log for the transport of the links (docs/transfer.md), and place stages"
+        " that follow one another on devices or hosts that are close.",
+    ),
+    "unscheduled": (
+        "there are too few microbatches to fill the pipeline",
+        "send more requests at once. If many wait already, raise --max-num-seqs or --inflight; with few"
+        " requests, fewer stages are quicker (--pp).",
+    ),
+}
+"""What a kind of bubble means, and what to do about it."""
+SCHEDULING = (
+    "the scheduler, or the way of its output to the stages, takes long",
+    "give the scheduler a core of its own (cores in docs/configuration.md), or take fewer stages.",
+)
+"""The same, of an unscheduled time in which the scheduler was at work."""
+LITTLE = 0.05
+"""Share of a kind of bubble below which there is nothing worth changing."""
+
+
+def next_step(share: Mapping[str, float], scheduling: float = 0.0) -> str:
+    """One line on the largest kind of bubble, and what to do about it.
+
+    Args:
+        share: that of each kind in the time with requests.
+        scheduling: part of the unscheduled time in which the scheduler was at work.
+    """
+    kind = max(NEXT, key=lambda name: share[name])
+    busy = f"The devices are busy {share['busy']:.0%} of the time with requests."
+    if share[kind] < LITTLE:
+        return f"{busy} No kind of bubble takes {LITTLE:.0%} of it: only faster stages help."
+    at_work = kind == "unscheduled" and scheduling > 0.5
+    reason, advice = SCHEDULING if at_work else NEXT[kind]
+    name = kind.replace("_", "-") if kind != "load_imbalance" else "load imbalance"
+    return (
+        f"{busy} They lose most to {name} ({share[kind]:.0%}): {reason}. "
+        f"{advice[0].upper()}{advice[1:]}"
+    )
 
 
 class Run:
@@ -43,6 +97,10 @@ class Run:
         tokens = statistics.tokens_drawn(trace, window)
         # That of each stage, but for the end of what it did for the last request.
         idle = max(stage.by_cause[Cause.IDLE] for stage in self.account)
+        share = shares(total(self.account))
+        causes = np.sum([stage.by_cause for stage in self.account], axis=0)
+        unscheduled = sum(causes[cause] for cause in Cause if cause.kind == "unscheduled")
+        scheduling = (causes[Cause.SCHEDULER] + causes[Cause.DISPATCHED]) / max(1, unscheduled)
         return {
             "directory": trace.directory,
             "label": self.label,
@@ -57,7 +115,8 @@ class Run:
             "tokens": tokens,
             "idle_s": idle / 1e9,
             "tokens_per_s": tokens / (max(1, wall - idle) / 1e9),
-            "share": shares(total(self.account)),
+            "share": share,
+            "next": next_step(share, scheduling),
             "iteration_ms": statistics.quantiles(self.iteration_ms),
             "tpot_ms": statistics.quantiles(self.tpot_ms),
             "prefill_efficiency": statistics.prefill_efficiency(trace, window),

@@ -15,20 +15,33 @@ function plot(host, heading, series, options) {
     chart?.destroy();
     chart = new uPlot({
       width: body.clientWidth, height: 230, padding: [8, 12, 0, 0],
-      scales: { x: { time: false, range: options.x }, y: { range: options.y } },
+      scales: { x: { time: false, range: options.x, ...(options.log ? { distr: 3, log: 2 } : {}) }, y: { range: options.y } },
       cursor: { y: false, drag: { x: true, y: false } },
+      // A key is a piece of its line: two lines of one colour differ by their dashes alone.
+      legend: { markers: { width: 2, fill: "transparent", dash: (u, i) => (u.series[i].dash ? "dashed" : "solid") } },
       series: [
-        { label: "at", value: (u, v) => (v == null ? "" : options.format(v)) },
+        { label: options.at ?? "at", value: (u, v) => (v == null ? "" : options.format(v)) },
         ...series.map((s) => ({
           label: s.label, stroke: () => s.colour(), width: s.width || 1.75, dash: s.dash, spanGaps: true, points: { show: !!s.points },
           value: (u, v) => (v == null ? "" : options.value(v)),
         })),
       ],
-      axes: [axis({ size: 30 }), axis({ size: 46, values: (u, splits) => splits.map(options.value) })],
+      axes: [axis({ size: 30, ...(options.splits ? { splits: () => options.splits, filter: (u, at) => apart(u, at), values: (u, at) => at.map((v) => (v == null ? "" : number(v))) } : {}) }), axis({ size: 46, values: (u, splits) => splits.map(options.value) })],
     }, joined, body);
   };
   plots.push(build);
   build();
+}
+
+// Of values on a logarithmic axis those whose texts have room beside each other.
+function apart(u, values) {
+  let last = -Infinity;
+  return values.map((value) => {
+    const at = u.valToPos(value, "x");
+    if (at - last < 30) return null;
+    last = at;
+    return value;
+  });
 }
 
 const runColour = (number) => () => (number === 0 ? colours.accent : colours.kind[1]);

@@ -18,6 +18,8 @@ function readColours() {
 
 const isWait = data.phases.map((name) => name.startsWith("wait_") || name === "gather" || name === "idle");
 
+const isSampler = (lane) => lane.kind !== "device" && lane.group === "" && lane.name.startsWith("sampler");
+
 // What an interval is painted with, but for boxes of a busy device, which have their slot's colour.
 function category(lane, i) {
   const what = lane.what[i];
@@ -56,8 +58,8 @@ function shares(lane, from, to, columns) {
 }
 
 // One column per pixel, with a part for each category but waits; `whole` seconds fill it, or all
-// that is in it where that is more.
-function drawShares(ctx, sums, box, whole) {
+// that is in it where that is more. What is there at all is `least` pixels high.
+function drawShares(ctx, sums, box, whole, least = 0) {
   const kinds = colours.category.length, phases = SLOTS + data.kinds.length;
   const order = [...Array(kinds).keys()].filter((k) => k < phases || !isWait[k - phases]);
   for (let first = 0, left = box.left; first < sums.length; first += kinds, left++) {
@@ -67,7 +69,8 @@ function drawShares(ctx, sums, box, whole) {
     if (!scale) continue;
     let bottom = box.top + box.height;
     for (const k of order) {
-      const height = (sums[first + k] / scale) * box.height;
+      if (!sums[first + k]) continue;
+      const height = Math.max((sums[first + k] / scale) * box.height, least);
       if (height < 0.05) continue;
       ctx.fillStyle = colours.category[k];
       ctx.fillRect(left, bottom - height, 1.02, height);
@@ -97,7 +100,8 @@ function drawBoxes(ctx, lane, box, from, to, ratio) {
       ctx.fillRect(left, box.top + box.height - 2 * ratio, width, 2 * ratio);
     } else {
       const gap = width > 4 * ratio ? 0.5 * ratio : 0;
-      ctx.fillRect(left, box.top, Math.max(width - gap, 0.7 * ratio), box.height);
+      // A sampler's work is short, and would be a hair: it is a mark of its own width at least.
+      ctx.fillRect(left, box.top, Math.max(width - gap, (isSampler(lane) ? 2 : 0.7) * ratio), box.height);
       if (width > 34 * ratio && box.height > 12 * ratio) {
         ctx.fillStyle = "#fff";
         const name = busy || kind < SLOTS ? String(lane.iteration[i])
@@ -115,5 +119,6 @@ function drawLane(ctx, lane, box, ratio) {
   ctx.fillRect(box.left, box.top, box.width, box.height);
   if (visible <= box.width / (2.5 * ratio)) return drawBoxes(ctx, lane, box, from, to, ratio);
   // A device's parts fill the column; records are set against the column's time.
-  drawShares(ctx, shares(lane, from, to, columns), box, lane.kind === "device" ? 0 : (to - from) / columns);
+  const least = isSampler(lane) ? 3 * ratio : 0;
+  drawShares(ctx, shares(lane, from, to, columns), box, lane.kind === "device" ? 0 : (to - from) / columns, least);
 }

@@ -33,9 +33,14 @@ function drawLoads(host) {
     host.append(element("section", {}, element("h2", { textContent: `${name}; over ${AXES[over]}` }), charts));
     for (const [heading, unit, keys] of CHARTS) {
       const series = keys.flatMap((key) => lines(rows, key)), far = Math.max(...series.flatMap((line) => line.x));
-      const common = { unit, value: (v) => number(v), format: (v) => `${number(v)} ${AXES[over]}` };
-      if (series.length) plot(charts, heading, series, { ...common, x: () => [0, far * 1.05], y: (u, low, high) => [0, high * 1.1 || 1] });
+      const common = { unit, value: (v) => number(v), format: (v) => `${number(v)}`, at: AXES[over], y: (u, low, high) => [0, high * 1.1 || 1] };
+      const loads = [...new Set(series.flatMap((line) => line.x))].sort((a, b) => a - b);
+      // Loads are doubled rather than counted up: on a linear axis the small ones would lie on one another.
+      const log = loads.length > 2 && loads[0] > 0 && loads.at(-1) / loads[0] >= 4;
+      const scale = log ? { log: true, splits: loads, x: () => [loads[0] / 1.2, far * 1.2] } : { x: () => [0, far * 1.05] };
+      if (series.length) plot(charts, heading, series, { ...common, ...scale });
     }
+    charts.style.setProperty("--columns", charts.children.length === 3 ? 3 : 2);
   }
 }
 
@@ -46,12 +51,20 @@ function setTheme(theme) {
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-setTheme(dark.matches ? "dark" : "light");
+const wanted = /[?&]theme=(dark|light)/.exec(location.search)?.[1];
+setTheme(wanted || (dark.matches ? "dark" : "light"));
 dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
 $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 window.addEventListener("resize", () => { for (const build of plots) build(); });
 const { machine } = data;
-$("what").textContent = [data.title, data.note, machine.cpu && `${machine.cpu}, ${machine.cores} cores`, machine.date].filter(Boolean).join(" · ");
+const model = data.model?.startsWith("/") ? data.model.split("/").pop() : data.model;
+$("model").textContent = model ?? "";
+const versions = [machine.vllm && `vLLM ${machine.vllm}`, machine.sipipe && `SiPipe ${machine.sipipe}`, machine.torch && `torch ${machine.torch}`];
+$("what").textContent = [...versions, ...(machine.gpus ?? []), machine.cpu && `${machine.cpu}, ${machine.cores} cores`, machine.date, data.title, data.note].filter(Boolean).join(" · ");
+if (data.answers?.length) {
+  $("answers").hidden = false;
+  $("answers").append(...data.answers.map((textContent) => element("p", { textContent })));
+}
 $("foot").textContent = `SiPipe ${data.version} · ${data.command}`;
 drawLoads($("loads"));
 for (const build of plots) build(); // at the widths that they have beside each other

@@ -70,6 +70,7 @@ async function start() {
   view.to = view.total;
   describe();
   drawTiles($("tiles"));
+  drawNext($("next"));
   drawLegend($("legend"));
   buildTools();
   drawBreakdown($("breakdown"));

@@ -17,10 +17,11 @@ const working = data.kinds.slice(0, -1); // what time with requests is made of; 
 const number = (v, digits = 3) => (v == null ? "–" : v >= 1000 ? Math.round(v).toLocaleString("en") : Number(v.toPrecision(digits)).toString());
 const share = (v) => (v * 100).toFixed(v < 0.0995 ? 1 : 0) + "%";
 
-function tile(name, values, { unit = "", better = 0, format = number } = {}) {
-  const [first, second] = values;
+function tile(name, values, { unit = "", better = 0, format = number, beside = "" } = {}) {
+  const [first, second] = values; // `beside`: a line on how it differs from a figure of the same name
   const box = element("div", { className: "tile" }, element("div", { className: "name", textContent: name }));
   box.append(element("div", { className: "value" }, format(first) + " ", element("small", { textContent: unit })));
+  if (beside) box.append(element("div", { className: "other", textContent: beside }));
   if (second != null && first != null) {
     const ratio = second ? first / second : null;
     const line = element("div", { className: "other" }, `against ${format(second)} `);
@@ -36,11 +37,23 @@ function stack(shares, scale = 1) {
     const part = element("i", { title: `${title(kind)}: ${share(shares[kind])}` });
     part.style.width = shares[kind] * scale * 100 + "%";
     part.style.background = `var(--${kind})`;
-    if (kind === "load_imbalance" || kind === "unscheduled") part.className = "dark";
+    part.className = kind === "load_imbalance" || kind === "unscheduled" ? `${kind} dark` : kind;
     if (shares[kind] * scale > 0.06) part.textContent = share(shares[kind]);
     bar.append(part);
   }
   return bar;
+}
+
+// Milliseconds of a stage for each of its iterations, of the time with requests.
+const perIteration = (s) => (s.iterations ? (s.wall_ns - s.ns.idle) / s.iterations / 1e6 : 0);
+const meanIteration = (s) => s.stage_table.reduce((sum, stage) => sum + perIteration(stage), 0) / s.stage_table.length;
+
+// What keeps the devices waiting most, and what to change about it.
+function drawNext(host) {
+  for (const run of data.runs) {
+    nameRun(host, run, "div", "label");
+    host.append(element("p", { textContent: run.summary.next }));
+  }
 }
 
 function drawTiles(host) {
@@ -48,7 +61,7 @@ function drawTiles(host) {
   host.append(
     tile("Device busy", pick((s) => s.share.busy), { format: (v) => (v * 100).toFixed(1) + "%", better: 1 }),
     tile("Throughput", pick((s) => s.tokens_per_s), { unit: "tokens/s", better: 1 }),
-    tile("Iteration, median", pick((s) => s.iteration_ms.p50), { unit: "ms", better: -1 }),
+    tile("Iteration, median", pick((s) => s.iteration_ms.p50), { unit: "ms", better: -1, beside: `mean ${number(meanIteration(all[0]))} ms: with prompts and waits` }),
     tile("TPOT, median", pick((s) => s.tpot_ms.p50), { unit: "ms", better: -1 }),
     tile("TPOT, 99 %", pick((s) => s.tpot_ms.p99), { unit: "ms", better: -1 }),
   );
@@ -82,12 +95,11 @@ function drawLegend(host) {
   for (const [name, pairs] of [
     ["Microbatches", Array.from({ length: slots }, (_, s) => [`slot ${s}`, `slot${s}`])],
     ["Bubbles", working.slice(1).map((k) => [title(k), k])],
-    ["Host", hosts],
+    ["Host, in the colour of the bubble that it can cause", hosts],
   ]) host.append(element("div", {}, element("b", { textContent: name }), ...legendKeys(pairs.map(([text, colour]) => [text, `var(--${colour})`])).childNodes));
 }
 
 function drawBreakdown(host) {
-  const perIteration = (s) => (s.iterations ? (s.wall_ns - s.ns.idle) / s.iterations / 1e6 : 0);
   const longest = Math.max(...data.runs.flatMap((run) => run.summary.stage_table.map(perIteration)), 1e-9);
   for (const run of data.runs) {
     nameRun(host, run, "div", "group");
@@ -117,14 +129,17 @@ function drawBubbles(host) {
     const rows = [];
     const add = (name, values, extra) => rows.push({ name, values, total: values.reduce((a, b) => a + b, 0), ...extra });
     data.kinds.forEach((kind, k) => {
-      if (kind === "idle" && !sum((s) => s.ns.idle)) return;
+      if (kind === "idle") {
+        add("Time with requests", stages.map((s) => s.wall_ns - s.ns.idle), { className: "sum" });
+        if (!sum((s) => s.ns.idle)) return;
+      }
       add(title(kind), stages.map((s) => s.ns[kind]), { className: "kind", colour: `var(--${kind})` });
       if (k && kind !== "idle") data.causes.forEach((cause, c) => {
         const values = stages.map((s) => s.cause_ns[cause] || 0);
         if (data.kind_of[c] === k && values.some(Boolean)) add(data.cause_text[c], values, { className: "cause" });
       });
     });
-    add("Wall time", stages.map((s) => s.wall_ns), { className: "sum" });
+    if (sum((s) => s.ns.idle)) add("Wall time", stages.map((s) => s.wall_ns), { className: "sum" });
     const ms = (ns, s) => ns / 1e6 / Math.max(1, s.iterations);
     nameRun(host, run, "h3", "");
     host.append(table([
@@ -132,7 +147,8 @@ function drawBubbles(host) {
       ...stages.map((s, i) => ({ name: stageName(s), cell: (r) => number(ms(r.values[i], s)) })),
       { name: "mean", cell: (r) => number(r.values.reduce((sum, ns, i) => sum + ms(ns, stages[i]), 0) / stages.length) },
       { name: "seconds", cell: (r) => number(r.total / 1e9, 4) },
-      { name: "share", cell: (r) => share(r.total / sum((s) => s.wall_ns)) },
+      // Of the time with requests, as everywhere on the page: without a load no pipeline is busy.
+      { name: "share", cell: (r) => (r.total > sum((s) => s.wall_ns - s.ns.idle) || r.name === title("idle") ? "" : share(r.total / sum((s) => s.wall_ns - s.ns.idle))) },
     ], rows));
   }
 }
