@@ -73,7 +73,12 @@ LENGTHY: Beginnings = {
 
 REPEATED: Beginnings = {
     # vLLM makes the model's configuration in the foreground, and for its server once more.
-    "vllm.config.model": ("Resolved architecture", "Downcasting", "Upcasting", "Using max model len"),
+    "vllm.config.model": (
+        "Resolved architecture",
+        "Downcasting",
+        "Upcasting",
+        "Using max model len",
+    ),
     "vllm.config.scheduler": ("Chunked prefill is enabled",),
     "vllm.model_executor.models.utils": ("Attempted to load weight",),
     "vllm.v1.worker.cpu.model_runner": ("Warming up model for the compilation",),
@@ -102,11 +107,11 @@ class LeftOut:
 
     beginnings: tuple[str, ...]
     but_the_first: bool = False
-    """Whether the first message with each beginning is logged."""
+    """True: the first message with each beginning is logged."""
     _logged: set[str] = field(default_factory=set, compare=False)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether ``record`` is logged."""
+        """Return False for a record that is dropped."""
         message = record.getMessage()
         for beginning in self.beginnings:
             if message.startswith(beginning):

@@ -11,7 +11,7 @@ LOADS = {
     "requests": "with {} requests at once",
     "prompt": "with prompts of {} tokens",
 }
-"""What can vary between the rows of one engine, and how a sentence names it."""
+"""Columns that can vary between the rows of one engine, and how a sentence names each."""
 AS_GOOD = 0.03
 """Part by which two figures may differ and still count as equal: no repetition of one engine differs
 by less on a machine that does something else too."""
@@ -21,8 +21,8 @@ WITHIN = 90.0
 
 def figure(text: object) -> float | None:
     """The number in a cell of the table, of a median with its range the median; None: it has none."""
-    found = re.match(r"-?[\d,]+(\.\d+)?", str(text))
-    return float(found[0].replace(",", "")) if found else None
+    number = re.match(r"-?[\d,]+(\.\d+)?", str(text))
+    return float(number[0].replace(",", "")) if number else None
 
 
 def answers(rows: Sequence[Row], limits: Sequence[str] = ()) -> list[str]:
@@ -49,38 +49,40 @@ def _compared(rows: Sequence[Row], axis: str, *, several: bool) -> list[str]:
     """A sentence on the heaviest load, and one on where another engine is as good."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     ours = next((name for name in engines if not name.startswith("stock")), None)
-    others = [name for name in engines if name.startswith("stock")]
-    if ours is None or not others:
+    stock = [name for name in engines if name.startswith("stock")]
+    if ours is None or not stock:
         return []
-    loads = {}
+    loads: dict[Any, dict[str, Row]] = {}
     for row in rows:
         loads.setdefault(row.get(axis), {})[row["engine"]] = row
-    whole = {load: engine for load, engine in loads.items() if len(engine) == len(engines)}
-    if not whole:
+    common = {load: engine for load, engine in loads.items() if len(engine) == len(engines)}
+    if not common:
         return []
     # Without a rate all requests come at once, which is the heaviest load.
-    heaviest = max(whole, key=lambda load: float("inf") if load is None else load)
-    here = whole[heaviest]
-    begin = _place(here[ours], axis, heaviest)
+    heaviest = max(common, key=lambda load: float("inf") if load is None else load)
+    under_load = common[heaviest]
+    begin = _place(under_load[ours], axis, heaviest)
     if several:
-        begin = f"{here[ours]['sampling']}, {begin}"
+        begin = f"{under_load[ours]['sampling']}, {begin}"
     parts = []
-    for other in others:
-        tokens = _ratio(here[ours], here[other], "tok/s")
-        each = _ratio(here[ours], here[other], "TPOT p50")
-        if tokens is not None and each is not None:
-            parts.append(f"{tokens:.2f} × the tokens of {other} with {each:.2f} × its time per token")
+    for other in stock:
+        tokens = _ratio(under_load[ours], under_load[other], "tok/s")
+        pace = _ratio(under_load[ours], under_load[other], "TPOT p50")
+        if tokens is not None and pace is not None:
+            parts.append(
+                f"{tokens:.2f} × the tokens of {other} with {pace:.2f} × its time per token"
+            )
     if not parts:
         return []
     sentences = [f"{begin[0].upper()}{begin[1:]} {ours} serves {'; '.join(parts)}."]
     best = {
-        load: [other for other in others if _as_good(engine[other], engine[ours])]
-        for load, engine in whole.items()
+        load: [other for other in stock if _as_good(engine[other], engine[ours])]
+        for load, engine in common.items()
         if load is not None
     }
-    for other in others:
+    for other in stock:
         where = sorted(load for load, names in best.items() if other in names)
-        if where and len(whole) > 1:
+        if where and len(common) > 1:
             places = LOADS[axis].format(_listed([f"{load:g}" for load in where]))
             sentences.append(f"{other} is as good or better {places}.")
     return sentences
@@ -98,15 +100,16 @@ def _place(row: Row, axis: str, load: Any) -> str:
 
 
 def _ratio(ours: Row, other: Row, column: str) -> float | None:
-    above, below = figure(ours.get(column)), figure(other.get(column))
-    return above / below if above is not None and below else None
+    part = figure(ours.get(column))
+    total = figure(other.get(column))
+    return part / total if part is not None and total else None
 
 
 def _as_good(other: Row, ours: Row) -> bool:
-    """Whether the other engine serves as many tokens in as little time each."""
+    """True if the other engine serves as many tokens in as little time each."""
     tokens = _ratio(other, ours, "tok/s")
-    each = _ratio(other, ours, "TPOT p50")
-    return tokens is not None and each is not None and tokens >= 1 - AS_GOOD and each <= 1 + AS_GOOD
+    pace = _ratio(other, ours, "TPOT p50")
+    return tokens is not None and pace is not None and tokens >= 1 - AS_GOOD and pace <= 1 + AS_GOOD
 
 
 def _within_limits(rows: Sequence[Row], limits: Sequence[str]) -> list[str]:
@@ -131,5 +134,5 @@ def _within_limits(rows: Sequence[Row], limits: Sequence[str]) -> list[str]:
         f"{name} up to {rate:g} requests/s" if rate else f"{name} at none of these rates"
         for name, rate in highest.items()
     )
-    said = f" ({', '.join(limits)})" if limits else ""
-    return [f"Nine of ten requests stay within the limits{said}: {', '.join(named)}."]
+    limits_text = f" ({', '.join(limits)})" if limits else ""
+    return [f"Nine of ten requests stay within the limits{limits_text}: {', '.join(named)}."]

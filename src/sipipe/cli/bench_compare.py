@@ -31,7 +31,8 @@ def compare(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.output:
         check_writable("--output", args.output)
-    first, second = read(args.first), read(args.second)
+    first = read(args.first)
+    second = read(args.second)
     names = Path(args.first).stem, Path(args.second).stem
     if names[0] == names[1]:
         names = args.first, args.second
@@ -100,8 +101,9 @@ def compared(
         made: dict[str, Any] = {"sampling": row["sampling"], "engine": row["engine"]}
         made |= {name: row.get(name) for name in LOADS}
         for name in COMPARED:
-            above, below = figure(row.get(name)), figure(other.get(name))
-            made[name] = f"{above / below:.2f} ×" if above is not None and below else None
+            after = figure(row.get(name))
+            earlier = figure(other.get(name))
+            made[name] = f"{after / earlier:.2f} ×" if after is not None and earlier else None
         rows.append(made)
     return rows
 

@@ -59,7 +59,9 @@ def table(
             goodputs = [run.get("request_goodput") for run in runs]
             if goodputs[0] is not None:
                 row["goodput/s"] = f"{statistics.median(goodputs):.2f}"
-                shares = [run["request_goodput"] * run["duration"] / run["completed"] for run in runs]
+                shares = [
+                    run["request_goodput"] * run["duration"] / run["completed"] for run in runs
+                ]
                 row["within limits"] = f"{100 * statistics.median(shares):.0f}%"
             row["KV tokens"] = starts[0]["kv_tokens"]
             row["memory MiB"] = sum(starts[0]["memory_mib"].values()) or None
@@ -109,11 +111,11 @@ def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 cells[name] = text.replace(",", "") if NUMBER.fullmatch(text) else text
         plain.append(cells)
     columns = list(dict.fromkeys(name for cells in plain for name in cells))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    made = io.StringIO()
+    writer = csv.DictWriter(made, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(plain)
-    return text.getvalue()
+    return made.getvalue()
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -128,7 +128,9 @@ def test_vllms_own_server_forks_them_too_and_killed_it_leaves_nothing(models, tm
         assert len(complete(server.address, [5, 6, 7], asked)[0]) == 4
         text = server.log.read_text()
         assert "Route: /health" in text, "vLLM's own lines stay"
-        assert not [line for line in ("custom scheduler", "Triton is not installed") if line in text]
+        assert not [
+            line for line in ("custom scheduler", "Triton is not installed") if line in text
+        ]
         front.kill()
         _, alive = psutil.wait_procs(everybody, timeout=15)
         assert not [p for p in alive if p.is_running()], server.log.read_text()[-3000:]

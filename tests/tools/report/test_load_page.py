@@ -95,7 +95,9 @@ def test_nothing_is_wider_than_the_window_and_the_table_scrolls(browser, tmp_pat
     browser.open(render_load(result(goodput=None)), tmp_path / "load.html", 900)
     browser.size(width, 900)
     assert browser.run("document.documentElement.scrollWidth") == width
-    charts = "getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length"
+    charts = (
+        "getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length"
+    )
     assert browser.run(charts) == (3 if width == 1300 else 1), "three charts leave no quarter empty"
     assert browser.run("getComputedStyle(document.getElementById('figures')).overflowX") == "auto"
 

@@ -12,34 +12,31 @@ from sipipe.tools.report import statistics
 from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account, shares, total
 from sipipe.tools.report.reader import Trace
 
-
+_UNEVEN = (
+    'compare the stages below. If one is busier, leave "layers" at "auto", which cuts by measured '
+    "times, or cut them yourself (--layers). If samplers are late, raise --samplers."
+)
+_FAR = (
+    "look at the start's log for the transport of the links (docs/transfer.md), and place stages that "
+    "follow one another on devices or hosts that are close."
+)
+_FEW = (
+    "send more requests at once. If many wait already, raise --max-num-seqs or --inflight; with few "
+    "requests, fewer stages are quicker (--pp)."
+)
+_HOST = "give each stage a core that nothing else runs on (cores in docs/configuration.md)."
 NEXT = {
-    "load_imbalance": (
-        "one stage, or the sampling, takes longer than the others",
-        'compare the stages below. If one is busier, let SiPipe cut the layers by measured times ("layers":'
-        ' "auto", the default) or cut them yourself (--layers). If samplers are late, raise --samplers.',
-    ),
-    "intra_stage": (
-        "stages wait for their own process, which prepares inputs or starts the model",
-        "give each stage a core of its own that nothing else runs on (cores in docs/configuration.md).",
-    ),
-    "inter_stage": (
-        "hidden states take long from stage to stage",
-        "look at the start's log for the transport of the links (docs/transfer.md), and place stages"
-        " that follow one another on devices or hosts that are close.",
-    ),
-    "unscheduled": (
-        "there are too few microbatches to fill the pipeline",
-        "send more requests at once. If many wait already, raise --max-num-seqs or --inflight; with few"
-        " requests, fewer stages are quicker (--pp).",
-    ),
+    "load_imbalance": ("one stage, or the sampling, takes longer than the others", _UNEVEN),
+    "intra_stage": ("stages wait for their process to prepare inputs or to start the model", _HOST),
+    "inter_stage": ("hidden states take long from stage to stage", _FAR),
+    "unscheduled": ("there are too few microbatches to fill the pipeline", _FEW),
 }
-"""What a kind of bubble means, and what to do about it."""
+"""Meaning of a kind of bubble, and advice, by the kind."""
 SCHEDULING = (
     "the scheduler, or the way of its output to the stages, takes long",
     "give the scheduler a core of its own (cores in docs/configuration.md), or take fewer stages.",
 )
-"""The same, of an unscheduled time in which the scheduler was at work."""
+"""Meaning and advice for unscheduled time in which the scheduler was at work."""
 LITTLE = 0.05
 """Share of a kind of bubble below which there is nothing worth changing."""
 
