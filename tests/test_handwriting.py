@@ -63,7 +63,6 @@ PAIRS = (
 NOT_YET = frozenset(
     {
         "engine/scheduling",
-        "engine/setup",
         "engine/start",
         "worker/hooks",
     }

@@ -1,7 +1,7 @@
-"""What SiPipe refuses at start-up, and whose tokens vLLM's own sampler has to draw.
+"""Features that SiPipe refuses at start-up, and those for which vLLM's own sampler has to draw.
 
-Tokens are drawn by the CPU samplers, or, for the options below, by vLLM's sampler on the last stage:
-chosen once, at start-up, and logged. docs/compatibility.md is the user's view of the tables below.
+Tokens are drawn by the CPU samplers or, for the options below, by vLLM's sampler on the last stage. It
+is chosen once, at start-up, and logged. docs/compatibility.md is the user's view of the tables below.
 """
 
 from importlib.metadata import entry_points
@@ -23,7 +23,7 @@ STOCK_WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "sipipe.worker.hooks.vllm_workers.CPUStageWorker",
     "vllm.v1.worker.gpu_worker.Worker": "sipipe.worker.hooks.vllm_workers.GPUStageWorker",
 }
-"""Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
+"""SiPipe's worker classes, by the class of vLLM's that ``parallel_config`` names."""
 
 UNCUT = {
     "Granite4VisionForConditionalGeneration": (
@@ -32,13 +32,15 @@ UNCUT = {
 }
 """Models that vLLM cuts into stages which fail at a request, by architecture, with the cause."""
 
-OTHERWISE = ": leave it out, or use stock vLLM (vllm serve)"
+OTHERWISE = "leave it out, or use stock vLLM (vllm serve)"
+"""Remedy for the options of :func:`check_features` that have none of their own."""
 
 
 def check_features(vllm_config: VllmConfig) -> None:
     """Refuse what stages without a common process group cannot serve. Raises UnsupportedError or
     ConfigError: one line that names the option."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
     if parallel.worker_cls not in {*STOCK_WORKERS, *STOCK_WORKERS.values()}:
         raise ConfigError(
             f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
@@ -77,7 +79,7 @@ def check_features(vllm_config: VllmConfig) -> None:
             and vllm_config.cache_config.kv_offloading_backend == "native"
         ),
         "--load-format ipc_cache": vllm_config.load_config.load_format == "ipc_cache",
-        # By a lock that only vLLM's own executor hands its workers.
+        # Its workers share a lock that only vLLM's own executor hands them.
         "--mm-processor-cache-type shm: take lru, its default": (
             model.multimodal_config is not None
             and model.multimodal_config.mm_processor_cache_type == "shm"
@@ -86,11 +88,10 @@ def check_features(vllm_config: VllmConfig) -> None:
             envs.VLLM_USE_V2_MODEL_RUNNER is not None and not envs.VLLM_USE_V2_MODEL_RUNNER
         ),
     }
-    for option, asked in refused.items():
-        if asked:
-            raise UnsupportedError(
-                f"SiPipe does not support {option}{OTHERWISE * (': ' not in option)}"
-            )
+    for option, is_used in refused.items():
+        if is_used:
+            remedy = "" if ": " in option else f": {OTHERWISE}"
+            raise UnsupportedError(f"SiPipe does not support {option}{remedy}")
     check_cuttable(vllm_config)
     check_speculation(vllm_config)
     transfer = vllm_config.kv_transfer_config
@@ -99,18 +100,22 @@ def check_features(vllm_config: VllmConfig) -> None:
 
 
 def check_cuttable(vllm_config: VllmConfig) -> None:
-    """Refuse several stages of a model whose stages fail at a request (UnsupportedError: the model)."""
+    """Refuse several stages of a model whose stages fail at a request. Raises UnsupportedError: it
+    names the model."""
     name = vllm_config.model_config.architecture
     if vllm_config.parallel_config.pipeline_parallel_size > 1 and name in UNCUT:
         raise UnsupportedError(f"{name}: {UNCUT[name]}: serve it with --pipeline-parallel-size 1")
 
 
-def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
-    """How many microbatches are scheduled before the tokens that they need have come: vLLM's
-    ``--async-scheduling``, ``asked``; None: as many as pay. Raises UnsupportedError: it cannot be."""
+def schedules_ahead(vllm_config: VllmConfig, requested: bool | None) -> int:
+    """Number of microbatches, 0 or 1, that are scheduled before the tokens that they need have come.
+
+    ``requested`` is vLLM's ``--async-scheduling``; None: as many as pay. Raises UnsupportedError: it is
+    asked for with an option that it does not go with. ConfigError: a wrong ``--scheduler-cls``."""
     config = settings_of(vllm_config)
-    if (named := vllm_config.scheduler_config.scheduler_cls) is not None:
-        _check_scheduler(named)
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if scheduler is not None:
+        _check_scheduler(scheduler)
     against = {
         "drafts, which come with the tokens": vllm_config.speculative_config is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
@@ -118,37 +123,45 @@ def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> int:
         "pooling models": vllm_config.model_config.runner_type == "pooling",
         "diffusion models": vllm_config.model_config.is_diffusion,
         '"inflight" of 1': vllm_config.max_concurrent_batches == 1,
-        "a scheduler that is not SiPipe's": config.scheduler != "pipeline" or named is not None,
+        "a scheduler that is not SiPipe's": config.scheduler != "pipeline" or scheduler is not None,
     }
-    reason = next((reason for reason, holds in against.items() if holds), "")
-    if asked and reason:
-        raise UnsupportedError(f"--async-scheduling: not with {reason}: leave one of the two out")
-    # The threads of a worker's products wait for one another where the engine computes beside them.
+    for reason, holds in against.items():
+        if holds and requested:
+            raise UnsupportedError(
+                f"--async-scheduling: not with {reason}: leave one of the two out"
+            )
+        if holds:
+            return 0
+    if requested is not None:
+        return int(requested)
+    # Where a worker has all cores, its threads wait for one another while the engine computes beside
+    # them: there it does not pay to schedule ahead.
     workers = vllm_config.parallel_config.world_size
-    costs = current_platform.is_cpu() and alone(this_machine(), workers)
-    return int(not reason and (not costs if asked is None else asked))
+    shares_cores = current_platform.is_cpu() and alone(this_machine(), workers)
+    return 0 if shares_cores else 1
 
 
-def _check_scheduler(named: str | type) -> None:
-    """Refuse a ``--scheduler-cls`` that is not there, or counts tokens before they have come, by which an
-    engine that is not ahead would compute (ConfigError)."""
+def _check_scheduler(name: str | type) -> None:
+    """Refuse a ``--scheduler-cls`` that is not there, or that counts tokens before they have come: an
+    engine that is not ahead would compute with them. Raises ConfigError."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     try:
-        found = resolve_obj_by_qualname(named) if isinstance(named, str) else named
+        scheduler = resolve_obj_by_qualname(name) if isinstance(name, str) else name
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--scheduler-cls {named}: {error}") from None
-    if not isinstance(found, type):
-        raise ConfigError(f"--scheduler-cls {named}: it is no class")
-    if issubclass(found, AsyncScheduler):
+        raise ConfigError(f"--scheduler-cls {name}: {error}") from None
+    if not isinstance(scheduler, type):
+        raise ConfigError(f"--scheduler-cls {name}: it is no class")
+    if issubclass(scheduler, AsyncScheduler):
         raise ConfigError(
-            f"--scheduler-cls {named}: it schedules ahead, which is for SiPipe's engine to decide: "
+            f"--scheduler-cls {name}: it schedules ahead, which is for SiPipe's engine to decide: "
             "leave it out"
         )
 
 
 def check_stages(vllm_config: VllmConfig, option: str) -> None:
-    """Refuse more stages than layers (ConfigError)."""
+    """Refuse more stages than layers; ``option`` is the one that the user has for stages. Raises
+    ConfigError."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     if stages > layers:
@@ -156,19 +169,20 @@ def check_stages(vllm_config: VllmConfig, option: str) -> None:
 
 
 def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    """Why vLLM's sampler has to draw, from the configuration alone; empty: it need not. Raises
-    ConfigError: a ``cpu_sampling`` was asked for and cannot be had."""
-    reason, asked = _vllms_sampler(vllm_config, config), config.cpu_sampling
-    if vllm_config.speculative_config is not None and (reason or asked == "per_row"):
+    """Reason for which vLLM's sampler has to draw, from the configuration alone; empty if SiPipe's
+    samplers can. Raises ConfigError: the ``cpu_sampling`` that was asked for cannot be had."""
+    setting = config.cpu_sampling
+    reason = _needs_vllms_sampler(vllm_config, config)
+    if vllm_config.speculative_config is not None and (reason or setting == "per_row"):
         raise ConfigError(
             "--speculative-config: SiPipe's samplers verify drafts, but "
             f"{reason or 'per_row has the device draw'}: leave one of the two out"
         )
-    if reason and asked in ("on", "per_row"):
+    if reason and setting in ("on", "per_row"):
         raise ConfigError(
-            f'sipipe config: "cpu_sampling" is "{asked}", but {reason}; set it to "auto"'
+            f'sipipe config: "cpu_sampling" is "{setting}", but {reason}; set it to "auto"'
         )
-    if not reason and asked == "per_row" and not device_may_draw():
+    if not reason and setting == "per_row" and not device_may_draw():
         raise ConfigError(
             'sipipe config: "cpu_sampling" is "per_row", which is for devices that draw tokens '
             'themselves (GPUs), and this one does not: set it to "auto"'
@@ -178,17 +192,18 @@ def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
 
 def installed_processors() -> list[str]:
     """Names of the logits processors that packages bring, which vLLM takes without being asked."""
-    return sorted(found.name for found in entry_points(group="vllm.logits_processors"))
+    return sorted(entry.name for entry in entry_points(group="vllm.logits_processors"))
 
 
 def device_may_draw() -> bool:
-    """Whether the last stage's device has the kernels of the sampler of vLLM's second runner, which a
-    CPU has only with Triton: it can draw beside CPU samplers."""
+    """True if the last stage's device can draw beside CPU samplers. It then has the kernels of the
+    sampler of vLLM's second runner, which a CPU has only with Triton."""
     return HAS_TRITON or not current_platform.is_cpu()
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:
-    """Refuse what only those kernels do where there are none (UnsupportedError: the option)."""
+    """Refuse options that need the kernels of vLLM's sampler where the device has none. Raises
+    UnsupportedError: it names the option."""
     if device_may_draw():
         return
     model = vllm_config.model_config
@@ -198,14 +213,15 @@ def check_kernels(vllm_config: VllmConfig) -> None:
         "diffusion models": model.is_diffusion,
         "--enable-trace-replay": model.enable_trace_replay,
     }
-    for option, asked in refused.items():
-        if asked:
+    for option, is_used in refused.items():
+        if is_used:
             raise UnsupportedError(
                 f"{option}: vLLM's sampler needs Triton for it, which this CPU build has not: leave it out"
             )
 
 
-def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+def _needs_vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    """The first option that only vLLM's sampler serves, as a clause for messages; empty if none is."""
     model = vllm_config.model_config
     if model.runner_type == "pooling":
         return "pooling models have no tokens to sample"
@@ -213,8 +229,9 @@ def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return 'the sipipe config says "cpu_sampling": "off"'
     if model.logits_processors:
         return "custom logits processors (--logits-processors) run in vLLM's own sampler"
-    if found := installed_processors():
-        return f"installed logits processors ({', '.join(found)}) run in vLLM's own sampler"
+    processors = installed_processors()
+    if processors:
+        return f"installed logits processors ({', '.join(processors)}) run in vLLM's own sampler"
     if model.return_sampling_mask:
         return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
     if vllm_config.watermark_config is not None:

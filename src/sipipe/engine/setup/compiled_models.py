@@ -1,7 +1,8 @@
-"""vLLM's directory of compiled models, before anything starts.
+"""Check of vLLM's directory of compiled models, before anything starts.
 
-What is in it is executed, and vLLM makes directories there at each start that compiles, also where
-it then loads what is there. It would say neither whose they are nor which option names them.
+What is in that directory is executed. vLLM makes directories there at each start that compiles, also
+where it then loads a model that is there. Its errors say neither whose the directories are nor which
+variable names them.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from vllm.config import CompilationMode, VllmConfig
 
 from sipipe.errors import ConfigError
 
-MEND = "name a directory of this user with VLLM_CACHE_ROOT, or leave compiling out with --enforce-eager"
+REMEDY = "name a directory of this user with VLLM_CACHE_ROOT, or leave compiling out with --enforce-eager"
 
 
 def check_compiled_models(config: VllmConfig) -> None:
-    """Raises ConfigError: the model is to be compiled, and vLLM's directory of compiled models, or
-    one above it up to ``VLLM_CACHE_ROOT``, cannot be written or is another user's."""
+    """Refuse a directory of compiled models that cannot be written or is another user's, where the
+    model is to be compiled. The same holds for the directories above it, up to ``VLLM_CACHE_ROOT``.
+    Raises ConfigError."""
     if config.compilation_config.mode == CompilationMode.NONE:
         return
     root = Path(envs.VLLM_CACHE_ROOT)
     shared = root / "torch_compile_cache"
     for directory in (root, shared, shared / "torch_aot_compile"):
-        if why := _why_not(directory):
-            raise ConfigError(f"VLLM_CACHE_ROOT {root}: {directory} {why}: {MEND}")
+        problem = _problem(directory)
+        if problem:
+            raise ConfigError(f"VLLM_CACHE_ROOT {root}: {directory} {problem}: {REMEDY}")
 
 
-def _why_not(directory: Path) -> str:
-    """Why compiled models cannot be kept here; empty: they can."""
+def _problem(directory: Path) -> str:
+    """Reason for which compiled models cannot be kept in ``directory``, as a clause for messages; empty
+    if they can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         state = directory.stat()

@@ -45,16 +45,16 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     check_hosts(config.hosts, node, config.start_timeout)
     parallel = vllm_config.parallel_config
     stages = parallel.pipeline_parallel_size
-    here = stages_of_hosts(stages, config.hosts)[node]
-    check_rank_files(vllm_config, here)
+    own_stages = stages_of_hosts(stages, config.hosts)[node]
+    check_rank_files(vllm_config, own_stages)
     # The devices and cores of this host, which all replicas share.
     replicas = vllm_config.replicas
-    config = _with_devices(config, replicas * len(here), parallel.tensor_parallel_size)
-    has_samplers = not reason and stages - 1 in here
+    config = _with_devices(config, replicas * len(own_stages), parallel.tensor_parallel_size)
+    has_samplers = not reason and stages - 1 in own_stages
     plans = _plan_replicas(
         config,
         replicas,
-        stages=len(here),
+        stages=len(own_stages),
         ranks=parallel.tensor_parallel_size,
         samplers=config.samplers if has_samplers else 0,
     )
@@ -73,7 +73,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         vocabulary=vocabulary,
         cores=plans[parallel.data_parallel_index],
         node=node,
-        here=here,
+        here=own_stages,
         kv_bytes=share_kv_memory(vllm_config, plans, layers, decoder.facts),
     )
 

@@ -1,4 +1,5 @@
-"""Which host has which stages, what the hosts must agree on, and where they listen."""
+"""Agreement of several hosts: what all must have the same, how they trust each other, and where they
+listen."""
 
 from __future__ import annotations
 
@@ -26,21 +27,22 @@ OWN_SETTINGS = {"cores", "devices", "samplers", "trace", "trace_limit"}
 
 
 def check_hosts(hosts: HostSettings, node: int = 0, seconds: float = 0.0) -> None:
-    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one, and
-    names may come to be within ``seconds``. Raises ConfigError: no address, no such host, or no
-    secret. ResourceError: a name that did not come."""
-    if hosts.count > 1:
-        if not hosts.address:
-            raise ConfigError(
-                f"--nnodes {hosts.count} needs --master-addr, the main host's address, on every host"
-            )
-        read_secret()
-        address = main_address(hosts, node, seconds)
-        if address.startswith("127.") and hosts.address not in (address, "localhost"):
-            raise ConfigError(
-                f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no "
-                "other host comes: give its address in a network that all are in"
-            )
+    """Refuse several hosts that cannot find or trust each other. Host ``node`` is this one, and a name
+    may come to be known within ``seconds``. Raises ConfigError: no address, no such host, or no
+    secret. ResourceError: the name was not known in time."""
+    if hosts.count == 1:
+        return
+    if not hosts.address:
+        raise ConfigError(
+            f"--nnodes {hosts.count} needs --master-addr, the main host's address, on every host"
+        )
+    read_secret()
+    address = main_address(hosts, node, seconds)
+    if address.startswith("127.") and hosts.address not in (address, "localhost"):
+        raise ConfigError(
+            f"--master-addr {hosts.address} is {address} on this host (/etc/hosts), where no "
+            "other host comes: give its address in a network that all are in"
+        )
 
 
 def main_address(hosts: HostSettings, node: int, seconds: float) -> str:
@@ -49,29 +51,33 @@ def main_address(hosts: HostSettings, node: int, seconds: float) -> str:
 
 
 def control_port(hosts: HostSettings, node: int) -> int:
-    """Where the main host listens to host ``node``, which is 1 or more."""
+    """Port on which the main host listens to host ``node``, which is 1 or more."""
     return hosts.port + node - 1
 
 
 def link_port(setup: Setup, rank: int) -> int:
-    """Where the next stage listens to ``rank``, on its own host, if that is another one."""
+    """Port on which the next stage listens to ``rank`` of a host's last stage. The next stage is on
+    another host, and it listens there."""
     hosts = setup.config.hosts
-    ends = [stages[-1] for stages in stages_of_hosts(setup.stages, hosts)]
-    boundary = ends.index(rank // setup.ranks)
-    return hosts.port + hosts.count - 1 + boundary * setup.ranks + rank % setup.ranks
+    last_stages = [stages[-1] for stages in stages_of_hosts(setup.stages, hosts)]
+    stage, tp_rank = divmod(rank, setup.ranks)
+    boundary = last_stages.index(stage)
+    # The ports of `control_port` come first, one for each host but the main one.
+    first_port = hosts.port + hosts.count - 1
+    return first_port + boundary * setup.ranks + tp_rank
 
 
 def own_address(hosts: HostSettings, seconds: float = 0.0) -> str:
     """The address of this host, which is not the main one, as others reach it: ``VLLM_HOST_IP``,
-    else that of its route to the main host. Names may come to be within ``seconds``. Raises
-    ConfigError: there is no route. ResourceError: a name that did not come."""
+    else that of its route to the main host. A name may come to be known within ``seconds``. Raises
+    ConfigError: there is no route. ResourceError: the name was not known in time."""
     if envs.VLLM_HOST_IP:
         return address_of(envs.VLLM_HOST_IP, "VLLM_HOST_IP", seconds, own=True)
     main = main_address(hosts, 1, seconds)
     family = socket.AF_INET6 if ":" in main else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((main, hosts.port))  # sends nothing
+            probe.connect((main, hosts.port))  # a datagram socket only looks for a route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
@@ -88,12 +94,12 @@ def check_main_host(hosts: HostSettings, seconds: float = 0.0) -> None:
 
 
 def ports_used(hosts: int, ranks: int) -> int:
-    """How many ports follow the first one, with it."""
+    """Number of ports that an engine uses, in a row: for control connections, and for links."""
     return (hosts - 1) * (1 + ranks)
 
 
 def versions() -> dict[str, str]:
-    """Of this host, as a part of what all must have the same."""
+    """Versions of this host's software, which all hosts must have the same."""
     return {
         "SiPipe": __version__,
         "vLLM": vllm.__version__,
@@ -103,9 +109,13 @@ def versions() -> dict[str, str]:
 
 
 def agreed(setup: Setup) -> dict[str, str]:
-    """What all hosts must have the same, by the names that a user knows."""
+    """Values that all hosts must have the same, as text, by the names that a user knows."""
     config = setup.vllm_config
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    model = config.model_config
+    cache = config.cache_config
+    scheduler = config.scheduler_config
+    speculative = config.speculative_config
+    transfer = config.kv_transfer_config
     values = {
         **versions(),
         "the model": model.model,
@@ -121,12 +131,9 @@ def agreed(setup: Setup) -> dict[str, str]:
         "--enable-prefix-caching": cache.enable_prefix_caching,
         "--max-num-seqs": scheduler.max_num_seqs,
         "--max-num-batched-tokens": scheduler.max_num_batched_tokens,
-        "--speculative-config": (
-            config.speculative_config and f"{config.speculative_config.method} {setup.drafts}"
-        ),
+        "--speculative-config": speculative and f"{speculative.method} {setup.drafts}",
         "--enable-lora": config.lora_config is not None,
-        "the connector (--kv-transfer-config)": config.kv_transfer_config
-        and config.kv_transfer_config.kv_connector,
+        "the connector (--kv-transfer-config)": transfer and transfer.kv_connector,
         "-pp": setup.stages,
         "-tp": setup.ranks,
         "VLLM_PP_LAYER_PARTITION": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
@@ -140,7 +147,7 @@ def agreed(setup: Setup) -> dict[str, str]:
 
 
 def difference(main: dict[str, str], other: dict[str, str]) -> str:
-    """What is not the same, in words; empty: nothing."""
+    """Clauses for messages on the values that are not the same; empty if all are."""
     return ", ".join(
         f"{name} is {main.get(name)} on the main host and {other.get(name)} there"
         for name in {**main, **other}

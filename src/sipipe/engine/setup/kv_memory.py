@@ -1,9 +1,10 @@
-"""What the KV caches of a CPU engine's workers get, and whether the memory has room for it.
+"""Memory for the KV caches of a CPU engine's workers.
 
 vLLM lets each worker claim nearly all memory of its NUMA node, and refuses to start where less is
-free. Here the workers of a node share what is free, and all get the share of the scarcest node:
-vLLM has one size for all. It is part of what is decided (:mod:`sipipe.engine.setup.record`), so it is the
-same by every way to start an engine. What the user has said counts.
+free. Here the workers of a node share what is free. All workers get the share of the scarcest node,
+because vLLM has one size for all. The size is part of what is decided
+(:mod:`sipipe.engine.setup.record`), so it is the same by every way to start an engine. A size that the
+user has named counts, and is only checked.
 """
 
 import math
@@ -13,7 +14,7 @@ from contextlib import suppress
 from itertools import chain
 
 from vllm import EngineArgs, envs
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
@@ -23,8 +24,11 @@ from sipipe.engine.setup.checkpoint import weight_bytes
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.memory import group_limit, group_used
 
+MIB = 1 << 20
+GIB = 1 << 30
+
 KV_CACHE_SHARE = 0.4
-"""Part of a node's memory, less the weights, that its KV caches get together: the rest is for the
+"""Part of a node's memory, less the weights, that its KV caches get together. The rest is for the
 processes themselves, activations, and shared memory."""
 
 
@@ -34,107 +38,167 @@ def share_kv_memory(
     layers: tuple[int, ...],
     facts: ModelFacts | None,
 ) -> int | None:
-    """Bytes of KV cache for each worker of this host, whose replicas have ``plans``; None where vLLM or the
-    user says how many. ``layers``: of every stage; ``facts``: of the model. Raises ResourceError: there is not so much
-    memory free. ConfigError: there never is, or it is too little for one request."""
+    """Bytes of KV cache for each worker of this host, or None where vLLM or the user says how many.
+
+    Args:
+        vllm_config: the configuration, with what the user says of memory.
+        plans: the cores of each replica on this host.
+        layers: decoder layers of every stage, those of other hosts among them.
+        facts: sizes of the model's weights, if they are known.
+
+    Raises ResourceError: so much memory is not free. ConfigError: there never is so much, or it is too
+    little for one request."""
     if not current_platform.is_cpu():
         return None
     cache = vllm_config.cache_config
     nodes = worker_nodes(*plans)
-    asked, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
-    ours, stages = None, sum(len(plan.workers) for plan in plans)
-    # vLLM's count files that a container has read, which the kernel gives back, as used.
+    # vLLM counts files that a container has read as used memory, which the kernel would give back.
     cpu_resource_utils.get_cgroup_memory_limit = group_limit
     cpu_resource_utils.get_cgroup_memory_usage = group_used
-    if asked is None and share == EngineArgs.gpu_memory_utilization:
-        weights = int(facts.parameters * facts.weight_bytes) if facts else weight_bytes(vllm_config)
-        ours = kv_cache_bytes(nodes, weights * stages // len(layers))
+    named_bytes: int | None = cache.kv_cache_memory_bytes
+    planned: int | None = None
+    if named_bytes is None and cache.gpu_memory_utilization == EngineArgs.gpu_memory_utilization:
+        planned = kv_cache_bytes(nodes, _weights_of_host(vllm_config, plans, layers, facts))
     else:
-        for node in set(nodes):
-            memory = cpu_resource_utils.get_memory_node_info(node)
-            if (wanted := asked or int(memory.total_memory * share)) > memory.available_memory:
-                said = "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)"
-                raise (ConfigError if wanted > memory.total_memory else ResourceError)(
-                    f"{said if asked else f'--gpu-memory-utilization {share}'}: each worker would "
-                    f"take {wanted / 2**30:.1f} GiB of memory node {node}, which has "
-                    f"{memory.available_memory / 2**30:.1f} GiB free: less, or leave it out"
-                )
-    if (size := asked or ours) and facts is not None:
+        _check_memory(nodes, named_bytes, cache.gpu_memory_utilization)
+    size = named_bytes or planned
+    if size and facts is not None:
         _check_longest(vllm_config, max(layers) * facts.attention.kv_elements, size)
-    return ours
+    return planned
+
+
+def _weights_of_host(
+    vllm_config: VllmConfig,
+    plans: Sequence[CorePlan],
+    layers: tuple[int, ...],
+    facts: ModelFacts | None,
+) -> int:
+    """Bytes of the weights that the stages of this host load, in all replicas. Where the model's
+    configuration does not tell their sizes, those of its files count."""
+    if facts is None:
+        weights = weight_bytes(vllm_config)
+    else:
+        weights = int(facts.parameters * facts.weight_bytes)
+    stages_here = sum(len(plan.workers) for plan in plans)
+    return weights * stages_here // len(layers)
+
+
+def _check_memory(nodes: list[int], named_bytes: int | None, share: float) -> None:
+    """Refuse KV caches that a memory node has no room for, of ``named_bytes`` for each worker or of
+    ``share`` of the node's memory. Raises ConfigError: the node has never so much. ResourceError: it
+    has not so much free."""
+    for node in set(nodes):
+        memory = cpu_resource_utils.get_memory_node_info(node)
+        wanted = named_bytes or int(memory.total_memory * share)
+        if wanted <= memory.available_memory:
+            continue
+        option = f"--gpu-memory-utilization {share}"
+        if named_bytes:
+            option = "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)"
+        refusal = ConfigError if wanted > memory.total_memory else ResourceError
+        raise refusal(
+            f"{option}: each worker would take {wanted / GIB:.1f} GiB of memory node {node}, which "
+            f"has {memory.available_memory / GIB:.1f} GiB free: less, or leave it out"
+        )
 
 
 def _check_longest(vllm_config: VllmConfig, elements: int, size: int) -> None:
-    """Refuse a ``--max-model-len`` of which one request has no room in ``size`` bytes, with so many
-    ``elements`` a token. Where layers keep less than all of them, vLLM says so later."""
-    model, text = vllm_config.model_config, vllm_config.model_config.hf_text_config
-    whole = set(getattr(text, "layer_types", None) or ()) <= {"full_attention"}
-    shared = getattr(text, "num_kv_shared_layers", 0) or model.original_max_model_len == -1
-    all_keep = whole and not shared and model.attn_type == "decoder"  # an encoder keeps none
-    if not all_keep or model.get_sliding_window() is not None:
+    """Refuse a ``--max-model-len`` of which one request has no room in the cache of the largest stage,
+    of ``size`` bytes, where a token has so many ``elements``. Where layers keep less than all tokens,
+    vLLM finds it out later. Raises ConfigError."""
+    model = vllm_config.model_config
+    if not _keeps_all_tokens(model):
         return
     widths = {"auto": model.dtype.itemsize, "bfloat16": 2, "float16": 2}
-    width = widths.get(vllm_config.cache_config.cache_dtype, 0.5)  # others: no less than this
-    each = elements * width / vllm_config.parallel_config.tensor_parallel_size
-    if each * model.max_model_len > size:
+    width = widths.get(vllm_config.cache_config.cache_dtype, 0.5)  # no other dtype is narrower
+    token_bytes = elements * width / vllm_config.parallel_config.tensor_parallel_size
+    needed = token_bytes * model.max_model_len
+    if needed > size:
         raise ConfigError(
             f"--max-model-len {model.max_model_len}: one request of it takes "
-            f"{each * model.max_model_len / 2**30:.2f} GiB of a stage's KV cache, which has "
-            f"{size / 2**30:.2f}: at most {int(size / each)}, more stages or --kv-cache-memory-bytes"
+            f"{needed / GIB:.2f} GiB of a stage's KV cache, which has {size / GIB:.2f}: "
+            f"at most {int(size / token_bytes)}, more stages or --kv-cache-memory-bytes"
         )
+
+
+def _keeps_all_tokens(model: ModelConfig) -> bool:
+    """True if every layer of the model keeps every token of a request in a KV cache of its own."""
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention"} or model.get_sliding_window() is not None:
+        return False
+    if getattr(text, "num_kv_shared_layers", 0):
+        return False
+    if model.original_max_model_len == -1:  # vLLM makes the longest request fit
+        return False
+    return bool(model.attn_type == "decoder")  # an encoder keeps none
 
 
 def kv_cache_bytes(nodes: list[int], weights: int) -> int:
     """Bytes of KV cache for each worker, a whole number of MiB, by the workers' NUMA ``nodes``. Each
-    loads an equal part of the model's ``weights``, in bytes. Raises ResourceError: a node, or the
-    container, has no room for these themselves."""
-    shares, places = [], []
+    worker loads an equal part of ``weights``, in bytes. Raises ResourceError: a node, or the
+    container, has no room for the weights themselves."""
+    places = []
     for node, workers in Counter(nodes).items():
         room = cpu_resource_utils.get_memory_node_info(node).available_memory
         places.append((f"memory node {node}", workers, room))
-    if (limit := group_limit()) is not None:  # of all nodes together
+    limit = group_limit()
+    if limit is not None:  # the container's, which holds for all nodes together
         places.append(("this container", len(nodes), limit - (group_used() or 0)))
+    shares = []
     for place, workers, available in places:
         loaded = weights * workers // len(nodes)
         if loaded >= available:
             raise ResourceError(
-                f"{place} has {available / 2**30:.1f} GiB free, and the weights that "
-                f"its {workers} workers load take {loaded / 2**30:.1f} GiB: use another node's "
+                f"{place} has {available / GIB:.1f} GiB free, and the weights that "
+                f"its {workers} workers load take {loaded / GIB:.1f} GiB: use another node's "
                 'cores ("cores"), a smaller model, or say what the KV caches get '
                 "(--kv-cache-memory-bytes) if this is wrong"
             )
         shares.append(int((available - loaded) * KV_CACHE_SHARE) // workers)
-    return min(shares) >> 20 << 20
+    return min(shares) // MIB * MIB
 
 
 def worker_nodes(*plans: CorePlan) -> list[int]:
     """The memory node of each worker as vLLM's worker finds it: that of its lowest CPU, by plan or by
-    the user's own ``VLLM_CPU_OMP_THREADS_BIND``, which wins."""
-    bound = envs.VLLM_CPU_OMP_THREADS_BIND
-    ranks = [cpus for plan in plans for stage in plan.workers for cpus in stage]
-    if bound == "nobind":
-        ranks = [()] * len(ranks)
-    elif bound != "auto":
-        given: list[tuple[int, ...]] = []
-        with suppress(ValueError):
-            given = [tuple(cpu_resource_utils.parse_id_list(cpus)) for cpus in bound.split("|")]
-        if len(given) < len(ranks):
-            raise ConfigError(
-                f'VLLM_CPU_OMP_THREADS_BIND "{bound}" must be "auto", "nobind", or CPUs such as '
-                f'"0-3|4-7", for each of {len(ranks)} workers'
-            )
-        ranks = given
+    the user's own ``VLLM_CPU_OMP_THREADS_BIND``, which wins. Raises ConfigError: that variable has no
+    CPUs for each worker, or ``CPU_VISIBLE_MEMORY_NODES`` no node of this machine."""
     node_of = {cpu.id: cpu.numa_node for cpu in cpu_resource_utils.get_allowed_cpu_list()}
     visible: list[int] = []
     with suppress(ValueError):
         visible = cpu_resource_utils.get_visible_memory_node()
+    cpus_of_workers = _cpus_of_workers(plans)
     if not visible:
         raise ConfigError("CPU_VISIBLE_MEMORY_NODES names no memory node of this machine's")
-    nodes = [node_of.get(min(cpus or node_of), visible[0]) for cpus in ranks]
-    return [node if node in visible else visible[0] for node in nodes]
+    nodes = []
+    for cpus in cpus_of_workers:
+        node = node_of.get(min(cpus or node_of), visible[0])
+        nodes.append(node if node in visible else visible[0])
+    return nodes
+
+
+def _cpus_of_workers(plans: Sequence[CorePlan]) -> list[tuple[int, ...]]:
+    """The CPUs that each worker's threads are bound to; none where they are not bound. Raises
+    ConfigError: ``VLLM_CPU_OMP_THREADS_BIND`` has no CPUs for each worker."""
+    planned = [cpus for plan in plans for stage in plan.workers for cpus in stage]
+    bind = envs.VLLM_CPU_OMP_THREADS_BIND
+    if bind == "auto":
+        return planned
+    if bind == "nobind":
+        return [()] * len(planned)
+    named: list[tuple[int, ...]] = []
+    with suppress(ValueError):
+        named = [tuple(cpu_resource_utils.parse_id_list(cpus)) for cpus in bind.split("|")]
+    if len(named) < len(planned):
+        raise ConfigError(
+            f'VLLM_CPU_OMP_THREADS_BIND "{bind}" must be "auto", "nobind", or CPUs such as '
+            f'"0-3|4-7", for each of {len(planned)} workers'
+        )
+    return named
 
 
 def spans_nodes(plan: CorePlan) -> bool:
-    """Whether a worker has cores of several NUMA nodes."""
+    """True if a worker has cores of several NUMA nodes."""
     nodes = {cpu: core.node for core in this_machine(most=math.inf) for cpu in core.cpus}
-    return any(len({nodes.get(cpu) for cpu in rank}) > 1 for rank in chain(*plan.workers))
+    nodes_of_workers = [{nodes.get(cpu) for cpu in cpus} for cpus in chain(*plan.workers)]
+    return any(len(nodes_of_worker) > 1 for nodes_of_worker in nodes_of_workers)

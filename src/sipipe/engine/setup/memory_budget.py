@@ -1,4 +1,4 @@
-"""How much shared memory an engine's channels take, and whether there is that much.
+"""Budget of shared memory: what an engine's channels take, against what there is.
 
 All of it lies in memory files (memfd), which count as memory of the machine and of the container,
 never against ``/dev/shm``. Hidden states that travel on a GPU take none. A model whose hidden states
@@ -23,38 +23,52 @@ if TYPE_CHECKING:
 
 
 def logits_entries(inflight: int) -> int:
-    """Entries of BIC-L: every undrawn iteration stays readable, for a sampler that is restarted."""
+    """Entries of BIC-L for ``inflight`` microbatches in flight. Every iteration that is not drawn yet
+    stays readable, for a sampler that is restarted."""
     return max(3, inflight + 2)
 
 
 def memory_budget(setup: Setup) -> dict[str, int]:
-    """Bytes that the channels on this host take, by their kind, of all replicas that are to start."""
-    config, inflight, dtype = setup.vllm_config, setup.slots, setup.dtype
-    stages = len(setup.here) + (setup.node > 0)  # the link from the host before ends here
+    """Bytes of shared memory that the channels on this host take, by their kind, of all replicas that
+    are to start."""
+    config = setup.vllm_config
+    # The link from the host before ends on this host, and its buffers are here.
+    stages = len(setup.here) + (1 if setup.node > 0 else 0)
     samplers = len(setup.cores.samplers)
-    sizes = {"iterations": Layout(ring_entries(inflight), ENTRY_BYTES).size}
-    if samplers:  # else vLLM's draws, and there is no BIC-L
-        shape = LogitsShape(vocab=setup.vocab_size, dtype=dtype)
-        sizes["logits"] = logits_layout(shape, setup.logits_rows, logits_entries(inflight)).size
+    sizes = {"iterations": Layout(ring_entries(setup.slots), ENTRY_BYTES).size}
+    if samplers:  # where vLLM's sampler draws there is no BIC-L
+        shape = LogitsShape(vocab=setup.vocab_size, dtype=setup.dtype)
+        entries = logits_entries(setup.slots)
+        sizes["logits"] = logits_layout(shape, setup.logits_rows, entries).size
     on_gpu = config.device_config.device_type != "cpu" and setup.config.transport != "shm"
     if not on_gpu and stages > 1:
-        hidden = (TOKENS, setup.hidden_size)
-        specs = [TensorSpec(name, dtype, hidden) for name in ("hidden_states", "residual")]
-        link = buffer_bytes(TensorSchema(tuple(specs)), setup.link_tokens)
-        if setup.vocabulary.parts:  # final hidden states go from the last stage to all others
-            link += buffer_bytes(TensorSchema(tuple(specs[:1])), setup.rows)
-        sizes["hidden states"] = (stages - 1) * setup.ranks * max(2, inflight) * link
+        links = (stages - 1) * setup.ranks
+        sizes["hidden states"] = links * max(2, setup.slots) * _link_buffer_bytes(setup)
     sizes["metrics"] = PageHeader(stages=stages, ranks=setup.ranks, samplers=samplers).size
-    starts = config.parallel_config.data_parallel_size  # 1 where one has begun
-    return {what: size * starts for what, size in sizes.items()}
+    # In the foreground, all replicas are still to start. The process of each one has a size of 1.
+    replicas = config.parallel_config.data_parallel_size
+    return {channel: size * replicas for channel, size in sizes.items()}
+
+
+def _link_buffer_bytes(setup: Setup) -> int:
+    """Bytes of one buffer of a link between two stages, with that of the link of final hidden states
+    from the last stage to the earlier one, where the output projection is shared out."""
+    shape = (TOKENS, setup.hidden_size)
+    hidden_states = TensorSpec("hidden_states", setup.dtype, shape)
+    residual = TensorSpec("residual", setup.dtype, shape)
+    size = buffer_bytes(TensorSchema((hidden_states, residual)), setup.link_tokens)
+    if setup.vocabulary.parts:
+        size += buffer_bytes(TensorSchema((hidden_states,)), setup.rows)
+    return size
 
 
 def describe(sizes: Mapping[str, int]) -> str:
     """One line with all kinds of channels."""
-    listed = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in sizes.items())
+    listed = ", ".join(f"{channel} {size / 2**20:,.1f}" for channel, size in sizes.items())
     return f"shared memory: {sum(sizes.values()) / 2**20:,.1f} MiB ({listed})"
 
 
 def check_budget(sizes: Mapping[str, int]) -> None:
-    """Refuse what would run out of memory later. ResourceError: the memory needed, and what to do."""
+    """Refuse channels that would run out of memory later. Raises ResourceError: it says how much memory
+    is needed, and what to do."""
     check_room(sum(sizes.values()), describe(sizes))

@@ -1,7 +1,8 @@
-"""Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
+"""Choice of the place where tokens are drawn, on CPUs or on the last stage's device, for
+``"cpu_sampling": "auto"``.
 
-What is measured and how it is compared: docs/gpu.md, "Who draws". Where the device draws all rows
-nothing comes after the last stage.
+docs/gpu.md, "Who draws", describes what is measured and how it is compared. Where the device draws all
+rows, nothing comes after the last stage.
 """
 
 import statistics
@@ -20,46 +21,48 @@ WAYS = {
     "on": "CPU samplers draw",
     "per_row": "each row has its place, CPU samplers or the last stage's device",
 }
-"""What each setting of ``cpu_sampling`` means, the one that asks for least first."""
+"""Meaning of each setting of ``cpu_sampling``, the one that asks for least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of one microbatch."""
+    """Costs of one microbatch, in seconds, as they were measured."""
 
     sequences: int
-    """Of the microbatch."""
+    """Sequences of the microbatch."""
     inflight: int
     """Microbatches in flight with CPU samplers, m."""
     stages: tuple[float, ...]
-    """Each stage's layers."""
+    """Seconds of each stage's layers."""
     projection: float
-    """The output projection as samplers need it, each rank its columns."""
+    """Seconds of the output projection as samplers need it, where each rank has its columns."""
     device: Mapping[str, float]
-    """The output projection, gathered, and vLLM's sampler, by mix of parameters."""
+    """Seconds of the output projection, gathered, and of vLLM's sampler, by mix of parameters."""
     plain: Mapping[str, float]
-    """The output projection, gathered, and the kernel that draws, by mixes of rows that ask for no
-    more than a temperature: those that are drawn on the device where each row has its place."""
+    """Seconds of the output projection, gathered, and of the kernel that draws, by mixes of rows that
+    ask for no more than a temperature. Where each row has its place, the device draws those."""
     copy: float
-    """Logits to where the samplers read them."""
+    """Seconds of the copy of the logits to where the samplers read them."""
     copied: int
     """Bytes of the logits."""
     draws: Mapping[str, float]
-    """All samplers at once, by mix."""
+    """Seconds of all samplers at once, by mix."""
 
     def on_cpus(self, mix: str) -> float:
         """Seconds between two microbatches, with CPU samplers."""
         return self._period(self.projection, self.copy, self.draws[mix])
 
     def per_row(self, mix: str) -> float:
-        """The same where each row has its place."""
+        """Seconds between two microbatches where each row has its place."""
         return self._period(self.plain[mix]) if mix in self.plain else self.on_cpus(mix)
 
     def on_device(self, mix: str) -> float:
-        """The same with vLLM's sampler on the last stage."""
+        """Seconds between two microbatches with vLLM's sampler on the last stage."""
         return self._period(self.device[mix])
 
     def _period(self, ending: float, *after: float) -> float:
+        """Seconds between two microbatches, where the last stage's layers are followed by ``ending`` on
+        the same device, and the stage by ``after``."""
         stages = (*self.stages[:-1], self.stages[-1] + ending)
         return period((*stages, *after), passing(stages) + sum(after), self.inflight)
 
@@ -71,15 +74,20 @@ class Costs:
 
     @property
     def choice(self) -> str:
-        """The setting to go on with: the next of :data:`WAYS` if it saves 3 %, and costs no mix that."""
-        found, *others = WAYS
-        for name in others:
-            way, other = self.periods[name], self.periods[found]
-            if statistics.fmean(way) <= statistics.fmean(other) * (1 - WORTH_IT) and all(
-                own <= before * (1 + WORTH_IT) for own, before in zip(way, other, strict=True)
-            ):
-                found = name
-        return found
+        """The setting to run with. A way takes the place of one that asks for less if it saves 3 % of
+        the mean over all mixes, and costs no mix as much."""
+        best, *candidates = WAYS
+        for name in candidates:
+            if self._is_worth_it(self.periods[name], self.periods[best]):
+                best = name
+        return best
+
+    def _is_worth_it(self, periods: list[float], former: list[float]) -> bool:
+        """True if a way with ``periods`` is to take the place of one with the ``former`` periods."""
+        if statistics.fmean(periods) > statistics.fmean(former) * (1 - WORTH_IT):
+            return False
+        pairs = zip(periods, former, strict=True)
+        return all(seconds <= before * (1 + WORTH_IT) for seconds, before in pairs)
 
     def __str__(self) -> str:
         """One line with the numbers and the choice."""
@@ -98,5 +106,6 @@ class Costs:
         )
 
 
-def _ms(*seconds: float) -> str:
-    return ", ".join(f"{each * 1e3:.3g}" for each in seconds)
+def _ms(*times: float) -> str:
+    """Seconds as text in milliseconds."""
+    return ", ".join(f"{seconds * 1e3:.3g}" for seconds in times)
