@@ -55,7 +55,7 @@ GROUP.send = lambda _: lambda: None
 CONFIG = SimpleNamespace(
     parallel_config=ParallelConfig(pipeline_parallel_size=4), kv_transfer_config=None
 )
-THREADS = _config_of_this_host(SimpleNamespace(here=(2, 3), ranks=1, vllm_config=CONFIG))
+THREADS = _config_of_this_host(SimpleNamespace(host_stages=(2, 3), ranks=1, vllm_config=CONFIG))
 HANDED = {
     "pipeline group": Handed(
         GROUP,

@@ -128,7 +128,7 @@ class Pipeline:
     def open(self) -> Running:
         """Make the channels between the processes; iterations can be published from now on. Raises
         StallError: not within the start timeout."""
-        addresses = {remote.here[0]: remote.address for remote in self._remotes}
+        addresses = {remote.host_stages[0]: remote.address for remote in self._remotes}
         opener = PipelineOpener(
             setup=self._setup,
             samplers=self._samplers,

@@ -56,7 +56,7 @@ def setup_of(*, stages=3, samplers=2, device="cpu") -> Setup:
         vocabulary=Vocabulary(),
         cores=CorePlan(workers=(((),),) * stages, samplers=((),) * samplers, scheduler=()),
         node=0,
-        here=range(stages),
+        host_stages=range(stages),
         kv_bytes=None,
     )
 

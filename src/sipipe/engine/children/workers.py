@@ -44,14 +44,16 @@ class Workers:
     def __init__(self, children: Children, setup: Setup, watched: Watched) -> None:
         self._children = children
         self._setup = setup
-        self._rendezvous = [get_file_store_init_method() for _ in setup.here]
+        self._rendezvous = [get_file_store_init_method() for _ in setup.host_stages]
         """Addresses of torch.distributed, one for the ranks of each stage."""
         self.remove_rendezvous = partial(remove_rendezvous, self._rendezvous)
         """Removes the files through which the ranks found each other; nobody opens them again."""
-        set_multiprocessing_worker_envs(len(setup.here) * setup.ranks)  # it does so on GPUs only
+        set_multiprocessing_worker_envs(
+            len(setup.host_stages) * setup.ranks
+        )  # it does so on GPUs only
         places = [
             StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks)
-            for stage in setup.here
+            for stage in setup.host_stages
             for rank in range(setup.ranks)
         ]
         device: DeviceKind = "cpu" if current_platform.is_cpu() else "cuda"
@@ -179,7 +181,7 @@ def _config_of_this_host(setup: Setup) -> VllmConfig:
     """vLLM's configuration for its thread binding, with the ranks of this host alone."""
     config = copy.copy(setup.vllm_config)
     config.parallel_config = copy.copy(config.parallel_config)
-    config.parallel_config.world_size = len(setup.here) * setup.ranks
+    config.parallel_config.world_size = len(setup.host_stages) * setup.ranks
     return config
 
 

@@ -73,14 +73,14 @@ def run_agent(
     seconds = setup.config.start_timeout
     address = own_address(hosts, seconds)
     port = control_port(hosts, setup.node)
-    ranks = [(setup.here[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
+    ranks = [(setup.host_stages[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
     ports = [link_port(setup, rank) for rank in ranks]
     for listening_port in ports:
         check_port(address, listening_port, OTHER_PORT)
     main = f"the main host ({hosts.address}:{port})"
     unit = "ports" if len(ports) > 1 else "port"
     links = f"{unit} {', '.join(map(str, ports))}"
-    tell(f"{setup.has()}; connects to {main}; links on {address}: {links}")
+    tell(f"{setup.host_parts()}; connects to {main}; links on {address}: {links}")
     ready()
     connection = Connection(main_address(hosts, setup.node, seconds), port, listens=False, who=main)
     try:
@@ -102,7 +102,7 @@ def _with_host_settings(main_setup: Setup, setup: Setup) -> Setup:
         main_setup,
         cores=setup.cores,
         node=setup.node,
-        here=setup.here,
+        host_stages=setup.host_stages,
         config=msgspec.structs.replace(main_setup.config, **settings),
     )
     if setup.kv_bytes is not None:

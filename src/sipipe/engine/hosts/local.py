@@ -167,7 +167,7 @@ class LocalHost:
             return
         if child.name not in self._samplers.names:
             end = "died" if self._loaded else "ended while starting (see its log lines above)"
-            worker = f"stage worker {child}{self._setup.where()}"
+            worker = f"stage worker {child}{self._setup.host_suffix()}"
             self._events.failed(WorkerDiedError(f"{worker} {end}, {how}; the engine stops"))
             return
         try:

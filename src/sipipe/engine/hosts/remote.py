@@ -104,12 +104,12 @@ class RemoteHost:
         """Error that every later call raises."""
 
     @property
-    def here(self) -> range:
+    def host_stages(self) -> range:
         """The stages of the host."""
         return stages_of_hosts(self._setup.stages, self._setup.config.hosts)[self.node]
 
     def __str__(self) -> str:
-        return f"host {self.node} ({self.address or 'not met'}, {named(self.here)})"
+        return f"host {self.node} ({self.address or 'not met'}, {named(self.host_stages)})"
 
     def meet(self, deadline: float) -> None:
         """Wait for the agent's hello until ``deadline`` (``time.monotonic()``), and compare its

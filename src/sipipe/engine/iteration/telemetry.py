@@ -45,7 +45,7 @@ class Figures:
         )
         self._page = LivePage.create(header)
         self._here: list[Key] = [
-            ("stage", index, rank) for index in setup.here for rank in range(setup.ranks)
+            ("stage", index, rank) for index in setup.host_stages for rank in range(setup.ranks)
         ]
         self._here += [("sampler", index, 0) for index in range(len(setup.cores.samplers))]
         limit = setup.config.trace_limit

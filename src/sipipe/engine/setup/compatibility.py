@@ -134,8 +134,8 @@ def schedules_ahead(vllm_config: VllmConfig, requested: bool | None) -> int:
             return 0
     if requested is not None:
         return int(requested)
-    # Where a worker has all cores, its threads wait for one another while the engine computes beside
-    # them: there it does not pay to schedule ahead.
+    # Where one worker shares two cores with the engine, the threads of its products wait for one another
+    # while the engine computes beside them, and it does not pay to schedule ahead.
     workers = vllm_config.parallel_config.world_size
     shares_cores = current_platform.is_cpu() and alone(this_machine(), workers)
     return 0 if shares_cores else 1

@@ -73,7 +73,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         vocabulary=vocabulary,
         cores=plans[parallel.data_parallel_index],
         node=node,
-        here=own_stages,
+        host_stages=own_stages,
         kv_bytes=share_kv_memory(vllm_config, plans, layers, decoder.facts),
     )
 

@@ -20,7 +20,7 @@ def describe_setup(setup: Setup) -> list[str]:
     check_budget(budget)
     lines = []
     if setup.config.hosts.count > 1:
-        lines.append(f"host {setup.node} of {setup.config.hosts.count}: {setup.has()}")
+        lines.append(f"host {setup.node} of {setup.config.hosts.count}: {setup.host_parts()}")
     replicas = setup.vllm_config.replicas
     if replicas > 1:
         replica = setup.vllm_config.parallel_config.data_parallel_index
@@ -41,8 +41,8 @@ def describe_setup(setup: Setup) -> list[str]:
 
 def _describe_cores(setup: Setup) -> list[str]:
     """Lines on the cores of this host's processes, and on those that another engine has, too."""
-    elsewhere = setup.here[-1] < setup.stages - 1
-    lines = list(setup.cores.describe(setup.here[0], elsewhere=elsewhere))
+    elsewhere = setup.host_stages[-1] < setup.stages - 1
+    lines = list(setup.cores.describe(setup.host_stages[0], elsewhere=elsewhere))
     in_use = setup.cores.cpus & claimed()
     if in_use:
         lines.append(

@@ -33,7 +33,7 @@ def memory_budget(setup: Setup) -> dict[str, int]:
     are to start."""
     config = setup.vllm_config
     # The link from the host before ends on this host, and its buffers are here.
-    stages = len(setup.here) + (1 if setup.node > 0 else 0)
+    stages = len(setup.host_stages) + (1 if setup.node > 0 else 0)
     samplers = len(setup.cores.samplers)
     sizes = {"iterations": Layout(ring_entries(setup.slots), ENTRY_BYTES).size}
     if samplers:  # where vLLM's sampler draws there is no BIC-L

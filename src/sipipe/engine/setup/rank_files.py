@@ -53,13 +53,13 @@ def stored_cut(vllm_config: VllmConfig) -> tuple[int, ...] | None:
     return tuple(len(layers_of_stage) for layers_of_stage in layers)
 
 
-def check_rank_files(vllm_config: VllmConfig, here: Iterable[int]) -> None:
-    """Refuse a checkpoint by rank that lacks files of the stages ``here``, or has one that is not
+def check_rank_files(vllm_config: VllmConfig, host_stages: Iterable[int]) -> None:
+    """Refuse a checkpoint by rank that lacks files of ``host_stages``, or has one that is not
     whole. Raises ConfigError: it names the file."""
     if not _by_rank(vllm_config):
         return
     parallel = vllm_config.parallel_config
-    for stage in here:
+    for stage in host_stages:
         for rank in range(parallel.tensor_parallel_size):
             files = _files(vllm_config, stage, rank)
             if not files:

@@ -61,7 +61,7 @@ class Setup:
     sampler draws."""
     node: int
     """Number of this host; 0 is the main host, where the executor runs."""
-    here: range
+    host_stages: range
     """Stages of this host."""
     kv_bytes: int | None
     """Bytes of the KV cache of each worker of this host; None: as vLLM's configuration says."""
@@ -136,12 +136,12 @@ class Setup:
         even_share = math.ceil(int(scheduler.max_num_seqs) / self.slots)
         return min(even_share, int(scheduler.max_num_batched_tokens))
 
-    def has(self) -> str:
+    def host_parts(self) -> str:
         """Text for messages: the stages of this host, and its samplers."""
-        stages = named(self.here)
+        stages = named(self.host_stages)
         return f"{stages} and the samplers" if self.cores.samplers else stages
 
-    def where(self) -> str:
+    def host_suffix(self) -> str:
         """Text that follows a worker's name: its host, where there are several."""
         return f" on host {self.node}" if self.config.hosts.count > 1 else ""
 
