@@ -53,14 +53,15 @@ class Benchmark(NamedTuple):
 
 CAMPAIGN_OF = (
     Benchmark("timeline", "timeline MODEL", ("timeline",), 4),
-    Benchmark("served", "served MODEL", ("served",), 80),
+    Benchmark("served", "served MODEL", ("served",), 60),
     Benchmark(
         "large-vocabulary",
-        "served --loads short --sampling greedy,all --no-rates --name served-large-vocabulary",
+        "served --loads short --sampling greedy,all --no-rates --engines 2 "
+        "--name served-large-vocabulary",
         ("served-large-vocabulary",),
-        15,
+        14,
     ),
-    Benchmark("start", "start --pp 1,2 --repeat 2", ("start",), 14),
+    Benchmark("start", "start --pp 1,2 --repeat 2", ("start",), 18),
     Benchmark("sampling", "sampling --only strategies", ("sampling",), 2),
     Benchmark("sampling-sizes", "sampling --only sizes", ("sampling-sizes",), 1),
     Benchmark("sampling-cliffs", "sampling --only cliffs", ("sampling-cliffs",), 2),
@@ -72,9 +73,9 @@ CAMPAIGN_OF = (
     Benchmark(
         "prompts-emulated",
         "prefill --profile deepseek-v3-32xh200 --pp 8 --chunks 2048,8192 --repeat 2 "
-        "--lengths 131072 --tpot-target 250",
+        "--lengths 16384 --tpot-target 250",
         ("prefill-emulated-pp8",),
-        8,
+        5,
     ),
     Benchmark(
         "drafts",
@@ -90,10 +91,10 @@ CAMPAIGN_OF = (
     ),
     Benchmark(
         "drafts-many",
-        "speculation MODEL --pp 1 --requests 32 --kinds copy,chat --sampling greedy --repeat 5 "
+        "speculation MODEL --pp 1 --requests 32 --kinds copy,chat --sampling greedy --repeat 3 "
         "--no-stock --name speculation-pp1-32",
         ("speculation-pp1-32",),
-        8,
+        5,
     ),
     Benchmark(
         "scheduling",
@@ -101,8 +102,8 @@ CAMPAIGN_OF = (
         ("scheduling-summary", "scheduling-prompts", "scheduling-seeds"),
         8,
     ),
-    Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 10),
-    Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 36),
+    Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 8),
+    Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 33),
     Benchmark(
         "hosts",
         "hosts --delays 0,20 --inflight 3 --tokens 32",
@@ -112,6 +113,9 @@ CAMPAIGN_OF = (
     ),
     Benchmark("planner", "planner", ("planner-findings", "planner-published"), 1),
 )
+
+ASKED = (Benchmark("peers", "peers MODEL", ("peers",), 30),)
+"""What is measured only if it is named: it installs programs of others."""
 
 CANARY_OF = (
     Benchmark("served", "served MODEL --quick --loads short", ("served",), 7),
@@ -162,7 +166,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign")
     add = parser.add_argument
     add("--canary", action="store_true", help="six ratios, and how they compare with the kept ones")
-    add("--only", default="", metavar="LIST", help="of " + ", ".join(b.name for b in CAMPAIGN_OF))
+    add(
+        "--only",
+        default="",
+        metavar="LIST",
+        help="of " + ", ".join(b.name for b in CAMPAIGN_OF + ASKED),
+    )
     add("--list", action="store_true", help="measure nothing: show the commands")
     add("--keep", action="store_true", help="take the figures into benchmarks/results")
     add("--compare", action="store_true", help="name figures that differ from the kept ones")
@@ -188,13 +197,14 @@ def main() -> int:
 
 
 def chosen(benchmarks: Sequence[Benchmark], only: str) -> list[Benchmark]:
-    """Those of ``benchmarks`` that ``only``, a list of names, has; all where it is empty.
+    """Those of ``benchmarks`` and :data:`ASKED` that ``only``, a list of names, has; all of
+    ``benchmarks`` where it is empty.
 
     Raises:
         SystemExit: one has no such name.
     """
     names = [name for name in only.split(",") if name]
-    known = {benchmark.name: benchmark for benchmark in benchmarks}
+    known = {benchmark.name: benchmark for benchmark in (*benchmarks, *ASKED)}
     if wrong := [name for name in names if name not in known]:
         sys.exit(f"campaign: --only {wrong[0]}: none of {', '.join(known)}")
     return [known[name] for name in names] if names else list(benchmarks)

@@ -43,11 +43,14 @@ LENGTHS = {
     name: ["--dataset-name", "random", "--ignore-eos", *words.split()]
     for name, words in (("short", SHORT), ("chat", CHAT))
 }
-AT_ONCE = {"short": (1, 8, 64), "chat": (8, 64)}
-RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.25, 0.5, 1.0)}
+AT_ONCE = {"short": (1, 8, 64), "chat": (8, 32)}
+"""Requests that are sent at once. As many chats as short ones would take most of a campaign."""
+RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.5, 1.0, 2.0)}
 """Requests a second: some that two cores answer at leisure, and some that they hardly can."""
 ARRIVING = {"short": 32, "chat": 16}
 """Requests of each rate."""
+SHOWN = ["load", "sampling", "requests", "rate", "engine", "tok/s", "of stock with the same stages"]
+SHOWN += ["of stock's best", "TTFT p50", "TPOT p50", "noise"]
 LIMIT = 7_200.0
 """Seconds that a round of all rows may take."""
 
@@ -63,7 +66,7 @@ def main() -> None:
         default="greedy,chat",
         help="the first also with few requests; the last arrives",
     )
-    add("--requests", type=int, default=64, help="the most at once (default: 64)")
+    add("--requests", type=int, default=64, help="at most so many at once (default: 64)")
     add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     add("--engines", type=int, default=3, help="of each row (default: 3)")
     add("--no-rates", action="store_true", help="no open arrivals")
@@ -80,12 +83,14 @@ def main() -> None:
         rounds.append(answered(servers, model, loads, first=seed, timeout=LIMIT))
     dtype = "float32" if cpu_features.slow() else "bfloat16"
     report(
-        args.name,
+        "served",
         f"Served, {Path(model).name}, {dtype}, {len(rounds)} engine(s) a row, all alive, loads in turn",
         table(loads, rows, rounds),
         note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; medians and ranges; "
         "ratios of answers side by side; TTFT, TPOT: ms to the first token and between later ones; "
         "noise: the largest tok/s of a row's answers over the smallest",
+        columns=SHOWN,
+        file=args.name,
     )
 
 
@@ -101,8 +106,8 @@ def loads_of(args: argparse.Namespace) -> list[Load]:
     ways = args.sampling.split(",")
     loads = []
     for name in args.loads.split(","):
-        counts = [count for count in AT_ONCE[name] if count < args.requests] + [args.requests]
-        few = [count for count in counts if not args.quick or count in (1, args.requests)]
+        counts = sorted({min(count, args.requests) for count in AT_ONCE[name]})
+        few = [count for count in counts if not args.quick or count in (1, counts[-1])]
         short = name == "short"
         for way in ways:
             for count in few if way == ways[0] else few[-1:]:

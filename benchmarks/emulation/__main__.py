@@ -2,10 +2,9 @@
 
     python -m benchmarks.emulation [--quick] [--tokens 60] [--only TEXT]
 
-An engine a row of :data:`PIPELINES` (ten minutes in all), with as many microbatches in flight as may
+An engine a row of :data:`PIPELINES` (eight minutes in all), with as many microbatches in flight as may
 be: a dense model and a sparse one in 2, 4 and 8 stages; in 4 with tokens drawn on the last stage's
-device; p of them in flight instead of p + 1; forward passes that deviate; one sampler for all
-parameters. Where two cores cannot drive stages of 7 ms, in
+device; one sampler for all parameters. Where two cores cannot drive stages of 7 ms, in
 slow motion: the devices take N times as long, everything else what it takes. What SiPipe costs on
 cores of its own follows from the turnaround, which is in real time: while it is shorter than a
 stage's time, the microbatch more hides it.
@@ -35,10 +34,7 @@ PIPELINES = (
     (f"{DENSE} --pp 8 --slow-motion 4", "128,512"),
     (f"{SPARSE} --pp 2", "128,512"),
     (f"{DENSE} --pp 2 --slow-motion 2", "128,512"),
-    (f"{SPARSE} --pp 4 --draws device", "128,512"),
     (f"{DENSE} --pp 4 --slow-motion 2 --draws device", "128,512"),
-    (f"{SPARSE} --pp 4 --inflight 4", "512"),
-    (f"{SPARSE} --pp 4 --jitter 0.05", "512"),
     (f"{SPARSE} --pp 4 --sampling all --samplers 1", "512"),
 )
 """Profile with options, and requests at once: each number is a load of the same engine."""

@@ -9,11 +9,10 @@ Then a technique more a row, and from SiPipe each taken away. What is code is ta
 paper's ranges. So a figure says what hiding such a cost is worth in a real control plane, not how
 large the cost is today. Rows differ by nothing else: layers, scheduler and load are SiPipe's.
 
-The vLLM-like one has SiPipe's slots too, and nothing that is scheduled ahead. So "- slots" has no
-"+" beside it; its scheduler, vLLM's, is never ahead here, so beside it stands "+ p + 1", not SiPipe.
-A "- ahead" would be "+ p + 1" again: what it loses is the inverse of "+ ahead". "+ p + 1" also has as
-many open as pay, which "- p + 1" keeps: it is SiPipe with ``--inflight`` p. What vLLM has today stands
-beside it: the vLLM-like pipeline, scheduled before the tokens have come.
+The vLLM-like one has SiPipe's slots too, and nothing that is scheduled ahead. A "- ahead" would be
+"+ p + 1" again: what it loses is the inverse of "+ ahead". "+ p + 1" also has as many open as pay,
+which "- p + 1" keeps: it is SiPipe with ``--inflight`` p. What vLLM has today stands beside it: the
+vLLM-like pipeline, scheduled before the tokens have come.
 
 ``--engines`` a cell, about 30 seconds each, in rounds; ``TEXT``: only those whose pipeline and name
 contain it. What was measured at the same commit is not measured again, unless the machine was too busy,
@@ -62,7 +61,6 @@ ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
     "- TSEM": (True, {}, ["Overlap"]),
     "- SAT": (True, {}, ["Posting"]),
     "- p + 1": (False, FREE, []),
-    "- slots": (True, {"scheduler": "vllm"}, []),
     "vLLM-like, ahead": (False, DEVICE, ["Posting", "Overlap"]),
 }
 """Whether p + 1 are in flight; settings; parts that are taken away."""
@@ -122,7 +120,7 @@ def ablate(argv: Sequence[str]) -> int:
         note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass, in "
         "its way, 1.4 ms of stall a hop (the paper's low ends), p in flight; +: of the column before; "
         "SiPipe: of vLLM-like; -: without it, of SiPipe; ahead: scheduled before the tokens have come; "
-        "slots: vLLM's scheduler in their place, not ahead; SiPipe, of one ahead: of the vLLM-like one that "
+        "SiPipe, of one ahead: of the vLLM-like one that "
         f"is scheduled ahead; 512 requests, temperature; {args.engines} engines a cell, medians and ranges; "
         "slow motion N: devices take N times as long, tokens/s times N",
         file="emulation-ablation",

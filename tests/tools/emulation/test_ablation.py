@@ -75,7 +75,6 @@ def test_what_is_taken_away_from_sipipe_is_one_thing_each():
         "- TSEM": {"Overlap": True},
         "- SAT": {"Posting": True},
         "- p + 1": {"inflight": 4},
-        "- slots": {"scheduler": "vllm"},
     }
 
 
