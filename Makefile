@@ -75,7 +75,7 @@ bench: setup ## the benchmarks that need no model, quick form
 campaign: setup ## all figures of README and docs, in one run of about three hours; goes on where it ended
 	@$(BIN)/python -m benchmarks.campaign --compare
 
-canary: setup ## six ratios beside the kept ones, within half an hour
+canary: setup ## seven ratios beside the kept ones, within half an hour
 	@$(BIN)/python -m benchmarks.campaign --canary
 
 bench-paper: setup ## the paper's figures as far as this machine can, quick form

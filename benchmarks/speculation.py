@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report
+from benchmarks.harness import report, spread
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.turns import turn
 from sipipe.tools.child import answer
@@ -177,16 +177,15 @@ def served(args: argparse.Namespace) -> None:
     rows = []
     for number, load in enumerate(loads):
         each = {side: found[side]["loads"][number] for side in jobs}
-        rate = {side: statistics.median(one["tokens_per_s"]) for side, one in each.items()}
         row: dict[str, Any] = dict(load)
         row["tokens a pass"] = round(each["with"]["a_pass"], 2)
         row["accepted"] = round(each["with"]["accepted"], 2)
-        row["tok/s with"] = round(rate["with"], 1)
-        row["tok/s without"] = round(rate["without"], 1)
+        row["tok/s with"] = spread(each["with"]["tokens_per_s"])
+        row["tok/s without"] = spread(each["without"]["tokens_per_s"])
         pairs = zip(each["with"]["tokens_per_s"], each["without"]["tokens_per_s"], strict=True)
-        row["with / without"] = round(statistics.median(a / b for a, b in pairs), 2)
+        row["with / without"] = spread([a / b for a, b in pairs])
         if "stock" in jobs:
-            row["tok/s stock, 1 stage"] = round(rate["stock"], 1)
+            row["tok/s stock, 1 stage"] = spread(each["stock"]["tokens_per_s"])
         for side in ("with", "without"):
             row[f"ms a token {side}, p50"] = round(each[side]["ms"][0], 1)
             row[f"p99 {side}"] = round(each[side]["ms"][1], 1)

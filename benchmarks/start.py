@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness import MODELS, report
+from benchmarks.harness import MODELS, report, spread
 from benchmarks.make_model.checkpoint import make_model
 from sipipe.cores import equal_shares, this_machine
 
@@ -227,14 +227,18 @@ def main() -> None:
             for side, starts in found.items():
                 for name, ones in (("cold", starts[:1]), ("warm", starts[1:])):
                     keys = dict.fromkeys(key for one in ones for key in one)
-                    middle = {key: median(one.get(key, 0.0) for one in ones) for key in keys}
+                    middle: dict[str, Any] = {
+                        key: median(one.get(key, 0.0) for one in ones) for key in keys
+                    }
+                    if len(ones) > 1:
+                        middle["total"] = spread([one["total"] for one in ones])
                     rows.append({"stages": stages, "side": side, "caches": name} | middle)
     keys = dict.fromkeys(key for row in rows for key in row)
     report(
         "start",
         "Seconds from the command to the first token, llama bench, bf16, compiled",
         [{key: row.get(key) for key in keys} for row in rows],
-        note="warm: medians; one KV cache size for all; CPU seconds and MiB of all processes",
+        note="warm: medians, of the total with its range; one KV cache size for all; CPU seconds and MiB of all processes",
     )
 
 
