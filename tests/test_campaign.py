@@ -88,6 +88,21 @@ def test_what_was_measured_is_not_measured_again_and_a_failure_is_named(place, m
     assert kept["wall_s"] >= 0
 
 
+def test_figures_of_changed_files_are_measured_again(place, monkeypatch):
+    monkeypatch.setattr(campaign, "CAMPAIGN_OF", (Benchmark("one", "one", ("one",), 1),))
+    monkeypatch.setattr("sys.argv", ["campaign"])
+    ran = runs(monkeypatch, place, {"one": (0, ["one"])})
+    for name, times in (
+        ("1234567-ab", 1),
+        ("1234567-ab", 1),
+        ("1234567+-ab", 2),
+        ("1234567+-ab", 3),
+    ):
+        monkeypatch.setattr(campaign, "place", lambda name=name: place / name)
+        assert campaign.main() == 0
+        assert len(ran) == times
+
+
 def test_a_benchmark_for_root_is_left_to_root(place, monkeypatch, capsys):
     monkeypatch.setattr(campaign, "CAMPAIGN_OF", (Benchmark("net", "net", ("net",), 1, root=True),))
     monkeypatch.setattr("sys.argv", ["campaign"])
