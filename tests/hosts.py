@@ -26,7 +26,7 @@ _APART = ("unshare", "-n", "-m", "-p", "-u", "--fork")
 
 
 def why_not() -> str:
-    """Why hosts cannot be made here; empty: they can."""
+    """Reason for which hosts cannot be made on this machine; empty if they can."""
     if os.geteuid() != 0 or not all(map(shutil.which, _TOOLS)):
         return f"needs root, {', '.join(_TOOLS)} for network namespaces"
     if subprocess.run([*_APART, "true"], check=False).returncode:
@@ -35,7 +35,7 @@ def why_not() -> str:
 
 
 class Host:
-    """One host; use :class:`Cluster`."""
+    """One host. Tests make hosts with :class:`Cluster`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -49,7 +49,7 @@ class Host:
         assert self._holder.stdout.readline() == b"ready\n"
         self.pid = psutil.Process(self._holder.pid).children()[0].pid
         self.shm = Path("/proc", str(self.pid), "root", "dev", "shm")
-        """Its /dev/shm, seen from here."""
+        """The host's /dev/shm, as this process sees it."""
 
     def start(self, command: Sequence[str], **arguments: Any) -> subprocess.Popen:
         """Start a command on this host, in this process's directory."""
@@ -63,62 +63,70 @@ class Host:
         return self.start(command, stdout=subprocess.PIPE, text=True, **more)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs there but the holder; of a command, what ``start`` has forked."""
-        space = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = []
+        """The processes that run on this host, less its holder. The process that ``start`` returns is
+        outside, and has forked the one inside."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
-                # An orphan that ended stays a zombie: the holder collects none.
-                ended = process.status() == psutil.STATUS_ZOMBIE
-                inside = os.readlink(f"/proc/{process.pid}/ns/pid") == space
-                if inside and not ended and process.pid != self.pid:
-                    found.append(process)
-        return found
+                # An orphan that has ended stays a zombie, since the holder reaps none.
+                has_ended = process.status() == psutil.STATUS_ZOMBIE
+                is_inside = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
+                if is_inside and not has_ended and process.pid != self.pid:
+                    processes.append(process)
+        return processes
 
     def wait_empty(self, seconds: float) -> list[str]:
-        """What is left after ``seconds`` at most: nothing, if all is well."""
+        """Wait until no process is left, ``seconds`` at most. Returns the command lines of those that
+        are, and the names of files that are left in shared memory."""
         deadline = time.monotonic() + seconds
-        while (left := self.processes()) and time.monotonic() < deadline:
-            psutil.wait_procs(left, timeout=0.2)
-        named = []
-        for process in left:
+        processes = self.processes()
+        while processes and time.monotonic() < deadline:
+            psutil.wait_procs(processes, timeout=0.2)
+            processes = self.processes()
+        names = []
+        for process in processes:
             with contextlib.suppress(psutil.Error):
-                named.append(" ".join(process.cmdline()) or process.name())
-        return named + os.listdir(self.shm)
+                names.append(" ".join(process.cmdline()) or process.name())
+        return names + os.listdir(self.shm)
 
     def plug_in(self) -> None:
-        """Use the network device "wire", which is there."""
+        """Give the network device "wire", which has been made, this host's address."""
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "wire")
         self.cable("up")
 
     def cable(self, state: str) -> None:
-        """``"up"`` or ``"down"``."""
+        """Set the cable's ``state``, ``"up"`` or ``"down"``."""
         self.run("ip", "link", "set", "wire", state)
 
     def mute(self, yes: bool) -> None:
-        """Have all that it sends be lost, and what is sent to it arrive."""
-        for other in ADDRESSES if yes else ():
-            entry = [other, "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "wire"]
-            self.run("ip", "neigh", "replace", *entry)
+        """Lose all that this host sends, if ``yes``; what is sent to it arrives."""
         if not yes:
             self.run("ip", "neigh", "flush", "dev", "wire", "nud", "permanent")
+            return
+        for address in ADDRESSES:
+            # Nobody has this hardware address.
+            entry = [address, "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "wire"]
+            self.run("ip", "neigh", "replace", *entry)
 
     def run(self, *command: str) -> None:
+        """Run a command in this host's network, and wait for its end. It must succeed."""
         subprocess.run(["nsenter", "-t", str(self.pid), "-n", *command], check=True)
 
     def end_all(self) -> None:
-        """Kill what was started, and remove what nobody is left to remove."""
+        """Kill the processes on this host, and remove the files in shared memory that are left."""
         for process in self.processes():
             process.kill()
         for started in self._started:
-            started.send_signal(signal.SIGCONT)  # it stops with a command that is stopped
+            # Where the command inside is stopped, the process outside has stopped itself.
+            started.send_signal(signal.SIGCONT)
             started.communicate(timeout=60)
         self._started.clear()
         for file in self.shm.iterdir():
             file.unlink()
 
     def close(self) -> None:
-        """End everything on it."""
+        """End the host, with everything on it."""
         self.end_all()
         self._holder.communicate(timeout=60)
 
@@ -132,6 +140,7 @@ class Cluster:
             self._connect()
 
     def _connect(self) -> None:
+        """Make the cable, and plug each end into its host."""
         ends = [f"sp{host.pid}" for host in self.hosts]
         subprocess.run(["ip", "link", "add", ends[0], "type", "veth", "peer", ends[1]], check=True)
         for end, host in zip(ends, self.hosts, strict=True):
@@ -140,5 +149,6 @@ class Cluster:
             host.plug_in()
 
     def close(self) -> None:
+        """End both hosts."""
         for host in self.hosts:
             host.close()

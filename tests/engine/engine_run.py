@@ -56,119 +56,139 @@ def main() -> None:
     if spec["sipipe"] is not None:
         engine["distributed_executor_backend"] = "sipipe.Executor"
         engine["additional_config"] = {"sipipe": spec["sipipe"]}
-    llm = LLM(model=spec["model"], **{"disable_log_stats": True, **engine})
+    engine.setdefault("disable_log_stats", True)
+    llm = LLM(model=spec["model"], **engine)
     for line in sys.stdin:
         print("GENERATING", flush=True)
-        print("RESULT " + json.dumps([run(llm, batch) for batch in json.loads(line)]), flush=True)
+        results = [run(llm, batch) for batch in json.loads(line)]
+        print("RESULT " + json.dumps(results), flush=True)
 
 
 def run(llm, batch):
+    """The results of one batch: of requests, of embeddings, or values of metrics."""
     from vllm.lora.request import LoRARequest
 
     if "embed" in batch:
-        said = llm.embed([prompt(p) for p in batch["embed"]], use_tqdm=False)
-        return [output.outputs.embedding for output in said]
-    if "metrics" in batch:  # those with this in their names
-        found = [metric for metric in llm.get_metrics() if batch["metrics"] in metric.name]
-        return {metric.name: metric.value for metric in found if hasattr(metric, "value")}
+        outputs = llm.embed([prompt(p) for p in batch["embed"]], use_tqdm=False)
+        return [output.outputs.embedding for output in outputs]
+    if "metrics" in batch:
+        return {
+            metric.name: metric.value
+            for metric in llm.get_metrics()
+            if batch["metrics"] in metric.name and hasattr(metric, "value")
+        }
     if "aborts" in batch:
         return run_and_abort(llm.llm_engine, batch)
-    lora = batch.get("lora")
+    adapters = None
+    if batch.get("lora"):
+        adapters = [
+            LoRARequest(adapter[0], adapter[1], adapter[2]) if adapter else None
+            for adapter in batch["lora"]
+        ]
     outputs = llm.generate(
         [prompt(p) for p in batch["prompts"]],
         [sampling_params(p) for p in batch["params"]],
         use_tqdm=False,
-        lora_request=[LoRARequest(*at) if at else None for at in lora] if lora else None,
+        lora_request=adapters,
     )
     return [request(output) for output in outputs]
 
 
 def run_and_abort(engine, batch):
-    """``batch["aborts"]``: the engine's step after which each request is aborted, or -1. None
-    stands for a request that was, before its end; nothing is heard of it any more."""
-    done, gone, step = {}, set(), 0
-    for i, (said, params) in enumerate(zip(batch["prompts"], batch["params"], strict=True)):
-        engine.add_request(str(i), prompt(said), sampling_params(params))
+    """The results of a batch whose requests are aborted after the engine's step that
+    ``batch["aborts"]`` has for each, or never where that is -1. None is the result of a request that
+    was aborted before its end; an output that comes of it later fails."""
+    finished = {}
+    aborted = set()
+    step = 0
+    for index, (spec, params) in enumerate(zip(batch["prompts"], batch["params"], strict=True)):
+        engine.add_request(str(index), prompt(spec), sampling_params(params))
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
         step += 1
-        now = {str(i) for i, at in enumerate(batch["aborts"]) if at == step} - done.keys()
-        engine.abort_request([*now])
-        gone |= now
-    assert not gone & done.keys(), gone
-    every = map(str, range(len(batch["prompts"])))
-    return [None if name in gone else request(done[name]) for name in every]
+        due = {str(index) for index, last in enumerate(batch["aborts"]) if last == step}
+        running = due - finished.keys()
+        engine.abort_request([*running])
+        aborted |= running
+    assert not aborted & finished.keys(), aborted
+    names = [str(index) for index in range(len(batch["prompts"]))]
+    return [None if name in aborted else request(finished[name]) for name in names]
 
 
-def prompt(said):
-    """A text, token ids, token ids and the number of an image of noise, perhaps with its size, or
-    the shape and number of embeddings of noise."""
-    if isinstance(said, dict) and "embeddings" in said:
+def prompt(spec):
+    """vLLM's prompt of ``spec``: a text; token ids; token ids with the number of an image of noise and
+    perhaps its size; or the shape and number of embeddings of noise."""
+    if isinstance(spec, dict) and "embeddings" in spec:
         import torch
 
-        noise = torch.randn(
-            said["embeddings"], generator=torch.Generator().manual_seed(said["seed"])
-        )
-        return {"prompt_embeds": noise}
-    if isinstance(said, dict):
+        generator = torch.Generator().manual_seed(spec["seed"])
+        return {"prompt_embeds": torch.randn(spec["embeddings"], generator=generator)}
+    if isinstance(spec, dict):
         import numpy as np
         from PIL import Image
 
-        size = (*said.get("size", (28, 28)), 3)
-        noise = np.random.default_rng(said["image"]).integers(0, 255, size, np.uint8)
-        seen = {"image": Image.fromarray(noise)}
-        return {"prompt_token_ids": said["tokens"], "multi_modal_data": seen}
-    return {"prompt_token_ids": said} if isinstance(said, list) else said
+        size = (*spec.get("size", (28, 28)), 3)
+        noise = np.random.default_rng(spec["image"]).integers(0, 255, size, np.uint8)
+        image = {"image": Image.fromarray(noise)}
+        return {"prompt_token_ids": spec["tokens"], "multi_modal_data": image}
+    return {"prompt_token_ids": spec} if isinstance(spec, list) else spec
 
 
 def sampling_params(values):
+    """vLLM's parameters of ``values``, which JSON has brought."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    structured = values.pop("structured_outputs", None)
-    if bias := values.get("logit_bias"):  # JSON has no integer keys
+    bias = values.get("logit_bias")
+    if bias:  # JSON has no integer keys
         values["logit_bias"] = {int(token): value for token, value in bias.items()}
-    return SamplingParams(
-        **values, structured_outputs=StructuredOutputsParams(**structured) if structured else None
-    )
+    structured = values.pop("structured_outputs", None)
+    if structured:
+        values["structured_outputs"] = StructuredOutputsParams(**structured)
+    return SamplingParams(**values)
 
 
 def request(output):
-    named = output.prompt_token_id_logprobs
-    return {
+    """An output of vLLM's, as JSON has it."""
+    result = {
         "cached": output.num_cached_tokens,
         "prompt_logprobs": positions(output.prompt_logprobs),
-        **({} if named is None else {"named": named.tolist()}),
-        "outputs": [
-            {
-                "token_ids": list(sequence.token_ids),
-                "text": sequence.text,
-                "finish_reason": sequence.finish_reason,
-                "stop_reason": sequence.stop_reason,
-                "logprobs": positions(sequence.logprobs),
-                **_experts(sequence),
-            }
-            for sequence in output.outputs
-        ],
     }
+    if output.prompt_token_id_logprobs is not None:
+        result["named"] = output.prompt_token_id_logprobs.tolist()
+    result["outputs"] = [_sequence(sequence) for sequence in output.outputs]
+    return result
 
 
-def _experts(sequence):
-    found = getattr(sequence, "routed_experts", None)
-    return {} if found is None else {"routed_experts": found.tolist()}
+def _sequence(sequence):
+    """One sequence of an output, as JSON has it."""
+    result = {
+        "token_ids": list(sequence.token_ids),
+        "text": sequence.text,
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
+        "logprobs": positions(sequence.logprobs),
+    }
+    experts = getattr(sequence, "routed_experts", None)
+    if experts is not None:
+        result["routed_experts"] = experts.tolist()
+    return result
 
 
 def positions(logprobs):
-    """[{token id: [logprob, rank]}] per position; of flat ones, how many there are."""
+    """[{token id: [logprob, rank]}] by position; of flat log-probabilities, their number by position."""
     if logprobs is None:
         return None
     if hasattr(logprobs, "start_indices"):
         ends = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
         return [end - start for start, end in ends]
-    return [
-        None if at is None else {str(t): [lp.logprob, lp.rank] for t, lp in at.items()}
-        for at in logprobs
-    ]
+    return [_by_token(position) for position in logprobs]
+
+
+def _by_token(position):
+    if position is None:
+        return None
+    return {str(token): [entry.logprob, entry.rank] for token, entry in position.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the engine tests share: models, engines in processes of their own, and the oracle.
+"""Helpers of all engine tests: models, engines in processes of their own, and stock vLLM as the oracle.
 
 Engines are kept from test to test, one for each model, settings and options, because starting one
 takes most of a test's time. A test that interferes with an engine starts its own
@@ -11,6 +11,7 @@ import copy
 import importlib.util
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -31,14 +32,20 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see make setup", allow_module_level=True)
 
 HERE = Path(__file__).parent
+
 GPU = Path("/dev/nvidiactl")
-"""There where a GPU is: processes are started as a user's are, none forked from a test's."""
+"""File that exists where there is a GPU. Processes are then started as a user's are, and none is forked
+from a test's."""
+
 SECONDS = 300
+"""Bound on what a test waits for of an engine, on a busy machine."""
+
 BY_VLLM = ("VLLM_WORKER_MULTIPROC_METHOD", "LD_PRELOAD")
 """Variables that vLLM sets in a process that makes a configuration, for those that it starts."""
 BY_USER = {name: os.environ[name] for name in BY_VLLM if name in os.environ}
 KEPT = 3
-"""Engines that are kept; the one that was used longest ago ends when another is started."""
+"""Largest number of engines that are kept. The one that was used longest ago ends when another is
+started."""
 
 DEFAULTS = {
     "enforce_eager": True,
@@ -53,7 +60,8 @@ DEFAULTS = {
 
 def model(directory: Path, family: str = "llama", **options) -> Path:
     """The tiny checkpoint of a family, made once in ``directory``."""
-    path = directory / "-".join([family, *(f"{k}{v}" for k, v in options.items())])
+    parts = [f"{name}{value}" for name, value in options.items()]
+    path = directory / "-".join([family, *parts])
     if not path.exists():
         make_model(family, path, **options)
     return path
@@ -61,8 +69,6 @@ def model(directory: Path, family: str = "llama", **options) -> Path:
 
 def prompts(count: int, *, vocab: int = 1000, longest: int = 60, seed: int = 0) -> list[list[int]]:
     """Prompts of mixed lengths, 1 to ``longest`` tokens, deterministic."""
-    import random
-
     rng = random.Random(seed)
     lengths = [rng.randint(1, longest) for _ in range(count)]
     return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
@@ -70,8 +76,6 @@ def prompts(count: int, *, vocab: int = 1000, longest: int = 60, seed: int = 0) 
 
 def greedy(count: int, *, shortest: int = 4, longest: int = 24, seed: int = 1) -> list[dict]:
     """Greedy parameters of mixed lengths, so that sequences leave at different times."""
-    import random
-
     rng = random.Random(seed)
     return [
         {"temperature": 0.0, "max_tokens": rng.randint(shortest, longest), "ignore_eos": True}
@@ -80,10 +84,15 @@ def greedy(count: int, *, shortest: int = 4, longest: int = 24, seed: int = 1) -
 
 
 class Engine(contextlib.AbstractContextManager):
-    """An engine in a process of its own. ``sipipe=None``: stock vLLM.
+    """An engine in a process of its own.
 
-    ``log`` is where it and its workers write; a file that goes with the process if none is named.
-    ``host`` is a process in whose namespaces it runs.
+    Args:
+        path: the model's directory.
+        sipipe: SiPipe's settings; None for stock vLLM.
+        env: more variables of its environment.
+        log: the file that it and its workers write to; one that goes with the engine if None.
+        host: a process in whose namespaces it runs; None for this host.
+        engine: options of vLLM's ``LLM``, over :data:`DEFAULTS`.
     """
 
     def __init__(
@@ -91,20 +100,23 @@ class Engine(contextlib.AbstractContextManager):
     ):
         spec = {"model": str(path), "sipipe": sipipe, "engine": {**DEFAULTS, **engine}}
         self.log = log or Path(tempfile.mkstemp(prefix="engine-", suffix=".log")[1])
-        self._asked = self._results = 0
+        self._submitted = 0
+        """Number of times that batches were submitted."""
+        self._results = 0
+        """Number of results that were read."""
         with self.log.open("w") as out:
             environment = {**engine_environment(), **(env or {})}
             self.process = Forked(HERE / "engine_run.py", env=environment, out=out, host=host)
         self._write(spec)
 
     def submit(self, batches) -> None:
-        """Have ``batches`` ([{"prompts", "params", "lora"}]) run; :meth:`result` has what came."""
-        self._asked += 1
+        """Have the engine run ``batches``, [{"prompts", "params", "lora"}]. :meth:`result` waits for it."""
+        self._submitted += 1
         self._write(batches)
 
     def wait_until_generating(self) -> None:
-        """Return when what was submitted last has begun to run."""
-        self.wait_for(r"^GENERATING", times=self._asked)
+        """Return when the batches that were submitted last have begun to run."""
+        self.wait_for(r"^GENERATING", times=self._submitted)
 
     def result(self, seconds: float = SECONDS):
         """The requests of each batch submitted last, as ``engine_run.py`` prints them.
@@ -112,30 +124,35 @@ class Engine(contextlib.AbstractContextManager):
         Fails the test, with the engine's last lines, when the engine has ended or takes too long.
         """
         self._results += 1
-        said = self.wait_for(r"^RESULT .*\n", seconds, times=self._results)
-        return json.loads(re.findall(r"^RESULT (.*)$", said, re.MULTILINE)[self._results - 1])
+        log = self.wait_for(r"^RESULT .*\n", seconds, times=self._results)
+        results = re.findall(r"^RESULT (.*)$", log, re.MULTILINE)
+        return json.loads(results[self._results - 1])
 
     def run(self, batches, seconds: float = SECONDS):
+        """The requests of ``batches``, as :meth:`result` has them."""
         self.submit(batches)
         return self.result(seconds)
 
     def wait_for(self, pattern: str, seconds: float = SECONDS, *, times: int = 1) -> str:
-        """The log, once it has ``pattern`` so many times."""
-        deadline, said = time.monotonic() + seconds, ""
+        """The log, once it has ``pattern`` at least ``times`` times. Fails the test as :meth:`result`."""
+        deadline = time.monotonic() + seconds
+        log = ""
         while True:
-            ended = self.process.poll() is not None  # asked first: what it said last is read below
-            if self.log.stat().st_size != len(said):
-                said = self.log.read_text(encoding="ascii", errors="replace")
-                if len(re.findall(pattern, said, re.MULTILINE)) >= times:
-                    return said
-            if ended:
-                pytest.fail(f"the engine ended, {self._kept(said)}")
+            # Looked at first, so that the last words of an engine that has ended are read below.
+            has_ended = self.process.poll() is not None
+            if self.log.stat().st_size != len(log):
+                log = self.log.read_text(encoding="ascii", errors="replace")
+                if len(re.findall(pattern, log, re.MULTILINE)) >= times:
+                    return log
+            if has_ended:
+                pytest.fail(f"the engine ended, {self._keep_log(log)}")
             if time.monotonic() > deadline:
                 os.killpg(self.process.pid, signal.SIGABRT)
-                pytest.fail(f"no {pattern!r} after {seconds:g} s, {self._kept(said)}")
+                pytest.fail(f"no {pattern!r} after {seconds:g} s, {self._keep_log(log)}")
             time.sleep(0.02)
 
     def descendants(self) -> list[psutil.Process]:
+        """All processes that the engine's process has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def find(self, pattern: str) -> list[psutil.Process]:
@@ -143,16 +160,16 @@ class Engine(contextlib.AbstractContextManager):
         return named(self.descendants(), pattern)
 
     def close(self, seconds: float = 30) -> None:
-        """End the engine as a user does, by the end of its input; kill what is left. 0 seconds: kill
-        it at once, where a test asks nothing of its end."""
-        everybody = []
+        """End the engine as a user does, by the end of its input, and kill what is left after
+        ``seconds``. With 0 it is killed at once, for tests that expect nothing of its end."""
+        processes = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            everybody = [psutil.Process(self.process.pid), *self.descendants()]
+            processes = [psutil.Process(self.process.pid), *self.descendants()]
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
-        kill(everybody)
+        kill(processes)
         self.process.kill()
         if self.log.parent == Path(tempfile.gettempdir()):
             self.log.unlink(missing_ok=True)
@@ -161,21 +178,22 @@ class Engine(contextlib.AbstractContextManager):
         self.close(0)
 
     def _write(self, value) -> None:
-        with contextlib.suppress(OSError):  # an engine that has ended is reported by what it said
+        with contextlib.suppress(OSError):  # that an engine has ended is reported with its log
             self.process.stdin.write(json.dumps(value) + "\n")
             self.process.stdin.flush()
 
-    def _kept(self, text: str) -> str:
-        """Keep the whole log of a failed engine; the lines that say most, for the message."""
+    def _keep_log(self, text: str) -> str:
+        """Write the whole log of a failed engine to a file that stays. Returns the file's name and the
+        lines that say most, for the message."""
         path = Path("build/engine-logs") / f"{self.process.pid}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        telling = [line for line in text.splitlines() if re.search(r"Error|error:|SiPipe", line)]
-        return f"log in {path}:\n" + "\n".join(dict.fromkeys(telling[-20:]))
+        lines = [line for line in text.splitlines() if re.search(r"Error|error:|SiPipe", line)]
+        return f"log in {path}:\n" + "\n".join(dict.fromkeys(lines[-20:]))
 
 
 SHARED_OUT = "Output projection shared out over the stages"
-"""What the log says where every stage multiplies by its part."""
+"""Line of the log where every stage multiplies by its part."""
 
 _engines: dict[str, Engine] = {}
 
@@ -193,9 +211,15 @@ def shared(pp: int, tp: int = 1, **sipipe) -> dict:
 def crowded() -> dict:
     """The settings of one engine for all that is in the way: stages of 1 and 3 layers (of 4), 24
     blocks of KV cache, so that requests are preempted, blocks that requests share, adapters."""
-    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-    small |= {"enable_lora": True, "max_lora_rank": 8, "disable_log_stats": False}
-    return shared(2, layers=[1, 3]) | small
+    return {
+        **shared(2, layers=[1, 3]),
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+        "enable_prefix_caching": True,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "disable_log_stats": False,
+    }
 
 
 def take_engine(model_path, *, sipipe=None, env=None, **engine) -> Engine:
@@ -223,7 +247,7 @@ def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
 
 
 def log_of(model_path, *, sipipe=None, env=None, **engine) -> str:
-    """What the running engine of these settings has written so far."""
+    """The log of the running engine of these settings, as far as it is written."""
     key = json.dumps([str(model_path), sipipe, env, engine], sort_keys=True)
     return _engines[key].log.read_text(encoding="ascii", errors="replace")
 
@@ -239,17 +263,17 @@ atexit.register(close_engines)
 
 
 def named(processes: list[psutil.Process], pattern: str) -> list[psutil.Process]:
-    """Those whose command line has ``pattern``."""
-    found = []
+    """The processes whose command line has ``pattern``."""
+    matching = []
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # short-lived ones come and go
+        with contextlib.suppress(psutil.Error):  # short-lived processes come and go
             if re.search(pattern, " ".join(process.cmdline())):
-                found.append(process)
-    return found
+                matching.append(process)
+    return matching
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:
-    """Whether all of them end in time; one that nobody has reaped has ended."""
+    """True if all processes end within ``seconds``. One that nobody has reaped has ended."""
 
     def runs(process: psutil.Process) -> bool:
         try:
@@ -266,12 +290,13 @@ def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:
 
 
 def in_shared_memory() -> set[str]:
+    """Names of all files in shared memory."""
     return set(os.listdir("/dev/shm"))
 
 
 def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
-    """Names that these processes map: of what was there before, and what other tests have, none."""
-    # A host's (tests/hosts.py) is another, with the same numbers.
+    """Names of the files in shared memory that these processes map, and no others."""
+    # A host of tests/hosts.py has a /dev/shm of its own, with the same inode numbers.
     device = os.stat("/dev/shm").st_dev
     mapped = rf"{os.major(device):02x}:{os.minor(device):02x} (\d+) +/dev/shm/"
     numbers = set()
@@ -283,7 +308,8 @@ def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """Kill them, and remove the shared memory that they map: none of them is left to do it."""
+    """Kill the processes, and remove the files in shared memory that they map, which none of them is
+    left to remove."""
     running = [process for process in processes if process.is_running()]
     names = in_shared_memory_of(running)
     for process in running:
@@ -294,28 +320,32 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def engine_environment() -> dict:
-    # A fixture of the running test's file may have made a configuration.
+    """The environment of an engine's process: this process's, with what all tests set."""
+    # A fixture of the running test's file may have made a configuration, for which vLLM sets BY_VLLM.
     inherited = {name: value for name, value in os.environ.items() if name not in BY_VLLM}
-    return {
+    environment = {
         **inherited,
         **BY_USER,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-    } | ({"SIPIPE_TESTS_START_ANEW": "1"} if GPU.exists() else {})
+    }
+    if GPU.exists():
+        environment["SIPIPE_TESTS_START_ANEW"] = "1"
+    return environment
 
 
 def words(options: dict) -> list[str]:
-    """An engine's options, on the command line."""
-    found = []
+    """An engine's options, as words of a command line."""
+    command = []
     for name, value in options.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
-            found.append(f"--{option}" if value else f"--no-{option}")
+            command.append(f"--{option}" if value else f"--no-{option}")
         else:
-            found += [f"--{option}", str(value)]
-    return found
+            command += [f"--{option}", str(value)]
+    return command
 
 
 def answers(batches) -> list[list[dict]]:
@@ -329,24 +359,27 @@ def tokens(requests) -> list[list[int]]:
 
 
 def run_stock(model_path, batches, **engine):
-    """Stock vLLM at one stage, on this machine."""
-    # Its CPU build binds one rank to each NUMA node unless it is told which cores to take.
-    cores = sorted(os.sched_getaffinity(0))
+    """The results of stock vLLM at one stage, on this machine."""
+    env = None
     ranks = engine.get("tensor_parallel_size", 1)
-    bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    env = {"VLLM_CPU_OMP_THREADS_BIND": bind} if ranks > 1 else None
+    if ranks > 1:
+        # vLLM's CPU build binds one rank to each NUMA node unless it is told which cores to take.
+        cores = sorted(os.sched_getaffinity(0))
+        bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        env = {"VLLM_CPU_OMP_THREADS_BIND": bind}
     return run_engine(model_path, batches, env=env, **engine)
 
 
 def stock_results(model_path, batches, **engine):
-    """What stock vLLM gives for ``batches``: kept (:mod:`.goldens`), or from a run here and now."""
+    """The results of stock vLLM for ``batches``: kept ones (:mod:`.goldens`), or of a run here and
+    now."""
     return goldens.get(model_path, batches, engine, run_stock)
 
 
-def same_tokens(found, stock) -> None:
+def same_tokens(results, stock) -> None:
     """Fail unless the requests of each batch have the same tokens."""
-    for said, expected in zip(found, stock, strict=True):
-        assert tokens(said) == tokens(expected)
+    for requests, stock_requests in zip(results, stock, strict=True):
+        assert tokens(requests) == tokens(stock_requests)
 
 
 def with_comparable_texts(results, model_path, batches) -> list[list[dict]]:
@@ -359,28 +392,29 @@ def with_comparable_texts(results, model_path, batches) -> list[list[dict]]:
     tokenizer = Tokenizer.from_file(str(file))
     results = copy.deepcopy(results)
     for batch, requests in zip(batches, results, strict=False):
-        for prompt, said in zip(batch["prompts"], requests, strict=False):
-            if said is None or not isinstance(prompt, list):  # aborted, or text
+        for prompt, request in zip(batch["prompts"], requests, strict=False):
+            if request is None or not isinstance(prompt, list):  # aborted, or text
                 continue
             if tokens_behind_text(tokenizer, prompt, True):
-                for output in said["outputs"]:
+                for output in request["outputs"]:
                     output.pop("text", None)
-                    output.pop("stop_reason", None)  # of a stop string, which the text has
+                    # A stop string, which ends the output, is looked for in the text.
+                    output.pop("stop_reason", None)
     return results
 
 
-def assert_stock(found, model_path, batches, same=same_tokens, **engine) -> None:
-    """Fail unless ``same(found, stock's results)`` holds without an AssertionError.
+def assert_stock(results, model_path, batches, same=same_tokens, **engine) -> None:
+    """Fail unless ``same(results, stock's results)`` raises no AssertionError.
 
     A processor of another make may round another way than the one that the kept results are of,
     so a difference from them is looked at again beside stock vLLM on this machine.
     """
-    found = with_comparable_texts(found, model_path, batches)
-    kept = stock_results(model_path, batches, **engine)
+    results = with_comparable_texts(results, model_path, batches)
+    golden = stock_results(model_path, batches, **engine)
     try:
-        same(found, with_comparable_texts(kept, model_path, batches))
+        same(results, with_comparable_texts(golden, model_path, batches))
     except AssertionError:
-        here = goldens.again(model_path, batches, engine, run_stock)
-        if here == kept:
+        stock = goldens.again(model_path, batches, engine, run_stock)
+        if stock == golden:
             raise
-        same(found, with_comparable_texts(here, model_path, batches))
+        same(results, with_comparable_texts(stock, model_path, batches))

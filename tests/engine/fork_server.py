@@ -31,6 +31,7 @@ IMPORTED = (
 
 
 def main() -> None:
+    """Import vLLM, then fork a process for each request, until the socket ends."""
     gc.disable()
     import setproctitle
     import vllm
@@ -44,38 +45,40 @@ def main() -> None:
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         while True:
-            data, given, _, _ = socket.recv_fds(requests, 1 << 20, 16)
+            data, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 16)
             if not data:
                 return
-            with suppress(ChildProcessError):  # those that have ended since
+            with suppress(ChildProcessError):  # reap the processes that have ended since
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             pid = os.fork()
             if not pid:
                 break
-            for descriptor in given:
+            for descriptor in descriptors:
                 os.close(descriptor)
             requests.send(str(pid).encode())
-    become(json.loads(data), *given)
+    become(json.loads(data), *descriptors)
 
 
-def become(asked, stdin: int, stdout: int, *ends: int) -> None:
+def become(request, stdin: int, stdout: int, *ends: int) -> None:
+    """Go on in this process, which was forked, as the program of ``request``."""
     os.setsid()
     for descriptor, number in ((stdin, 0), (stdout, 1), (stdout, 2)):
         os.dup2(descriptor, number)
     os.close(stdin)
     os.close(stdout)
     os.environ.clear()
-    os.environ.update(asked["environment"])
-    if asked["host"] is not None:
-        enter(asked["host"])
-    sys.argv = [asked["file"], *map(str, ends), *asked["arguments"]]
-    # vLLM has read the one when it was imported here; the other asks for nothing that is forked.
+    os.environ.update(request["environment"])
+    if request["host"] is not None:
+        enter(request["host"])
+    sys.argv = [request["file"], *map(str, ends), *request["arguments"]]
+    # The first variable was read when vLLM was imported here, too early for this program. The second one
+    # has every process start anew.
     if {"VLLM_GPU_SYNC_CHECK", "SIPIPE_TESTS_START_ANEW"} & os.environ.keys():
         for end in ends:
             os.set_inheritable(end, True)
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    runpy.run_path(asked["file"], run_name="__main__")
+    runpy.run_path(request["file"], run_name="__main__")
 
 
 def enter(host: int) -> None:
@@ -90,8 +93,11 @@ def enter(host: int) -> None:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(space)
     os.chdir(directory)
-    if inside := os.fork():  # a process id of that host, which setns alone does not give
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1]) & 255)
+    # Only a child has a process id of that host.
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 255)
 
 
 if __name__ == "__main__":

