@@ -93,8 +93,6 @@ class Executor(VllmExecutor):
 
         require_vllm()
         leave_out_what_is_wrong(engine=True)
-        if self.vllm_config.announced:
-            shorten()  # where vLLM has not forked this process, which then has no filters yet
         drain_though_paused()
         self._placement: object = None
         """Ray's placement, whose actors live as long as it does; None without Ray."""
@@ -105,6 +103,9 @@ class Executor(VllmExecutor):
             placement.start(self.vllm_config)
             self._placement = placement
         self._setup = decide(self.vllm_config)
+        if self._setup.vllm_config.announced:
+            # Where vLLM has forked this process, it has the filters already.
+            shorten()
         self._setup.apply()
         self._log_setup()
         self._cores = claim(self._setup.cores)

@@ -1,4 +1,4 @@
-"""What is refused of a model's directory before anything loads it."""
+"""Checks of a model's directory before anything loads it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from sipipe.errors import ConfigError, SiPipeError
 
 
 def test_a_directory_is_looked_at_and_not_all_below_it(tmp_path):
-    """Which may be a whole disk."""
+    """A file server's root may be above a model's directory."""
     deep = tmp_path / "models" / "one"
     deep.mkdir(parents=True)
     (deep / "config.json").write_text("{}")
@@ -29,7 +29,7 @@ def test_a_directory_is_looked_at_and_not_all_below_it(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 100, -1, None])
 def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path, keep):
-    """As one of a download that broke off, or that an index names and nobody has downloaded."""
+    """The download broke off, or an index names the file and nobody has downloaded it."""
     for name in ("a.safetensors", "sub/b.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         save_file({"x": np.zeros((8, 64), np.float32)}, tmp_path / name)
@@ -38,10 +38,10 @@ def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path, keep):
     _check_shards(tmp_path, "auto")
     (tmp_path / "not in the index.safetensors").touch()  # vLLM does not read it
     _check_shards(tmp_path, "auto")
-    whole = (tmp_path / "sub/b.safetensors").read_bytes()
+    content = (tmp_path / "sub/b.safetensors").read_bytes()
     (tmp_path / "sub/b.safetensors").unlink()
     if keep is not None:
-        (tmp_path / "sub/b.safetensors").write_bytes(whole[:keep])
+        (tmp_path / "sub/b.safetensors").write_bytes(content[:keep])
     with pytest.raises(ConfigError, match=r'b\.safetensors" is not there or not whole: down'):
         _check_shards(tmp_path, "auto")
     _check_shards(tmp_path, "pt")

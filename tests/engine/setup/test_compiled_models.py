@@ -34,21 +34,23 @@ def test_what_others_can_write_or_nobody_can_is_refused_by_name(monkeypatch, roo
     target = root / part
     if trap == "open":
         target.chmod(0o777)
-        said = r"can be written by others"
+        message = r"can be written by others"
     elif trap == "read only":
         monkeypatch.setattr(os, "access", lambda path, _: Path(path) != target)
-        said = r"cannot be written"
+        message = r"cannot be written"
     else:
         look = Path.stat
 
         def foreign(path, **how):
-            found = list(look(path, **how))
-            found[4] = 12 if path == target else os.geteuid()  # st_uid
-            return os.stat_result(found)
+            fields = list(look(path, **how))
+            fields[4] = 12 if path == target else os.geteuid()  # st_uid
+            return os.stat_result(fields)
 
         monkeypatch.setattr(Path, "stat", foreign)
-        said = r"is another user's \(12\)"
-    with pytest.raises(ConfigError, match=f"^VLLM_CACHE_ROOT {root}: {target} {said}") as refused:
+        message = r"is another user's \(12\)"
+    with pytest.raises(
+        ConfigError, match=f"^VLLM_CACHE_ROOT {root}: {target} {message}"
+    ) as refused:
         check_compiled_models(configured())
     assert "\n" not in str(refused.value)
     check_compiled_models(configured(CompilationMode.NONE))  # nothing is kept there

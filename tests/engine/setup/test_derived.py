@@ -20,7 +20,7 @@ from sipipe.errors import ConfigError
 
 
 def configuration(**settings):
-    """As much of a ``PipelineVllmConfig`` as settings are read from."""
+    """The parts of a ``PipelineVllmConfig`` that settings are read from."""
     return SimpleNamespace(additional_config={"sipipe": settings}, derived={})
 
 

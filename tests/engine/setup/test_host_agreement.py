@@ -119,16 +119,22 @@ class Served:
     """A model served by two hosts, with a log for each."""
 
     def __init__(self, cluster, path, directory, *options, environments=({}, {}), nodes=(0, 1)):
-        self.cluster, self.directory = cluster, directory
+        self.cluster = cluster
+        self.directory = directory
         self.logs = [directory / f"host{node}.log" for node in (0, 1)]
-        self.path, self.options, self.environments = str(path), options, environments
+        self.path = str(path)
+        self.options = options
+        self.environments = environments
         self.hosts = {node: self.start(node) for node in nodes}
 
     def start(self, node, *more):
-        here = [*OPTIONS, *SERVED, *self.options, *more]
-        command = [sys.executable, "-m", "sipipe", "serve", self.path, *here, "--nnodes", "2"]
+        """Start the command of host ``node``, with ``more`` options."""
+        command = [sys.executable, "-m", "sipipe", "serve", self.path]
+        command += [*OPTIONS, *SERVED, *self.options, *more]
+        command += ["--nnodes", "2", "--node-rank", str(node)]
         command += ["--master-addr", self.cluster.hosts[0].address, "--master-port", str(PORT)]
-        command += ["--node-rank", str(node)] + (["--headless"] if node else [])
+        if node > 0:
+            command.append("--headless")
         with self.logs[node].open("w") as log:
             return self.cluster.hosts[node].start(
                 command,
@@ -141,7 +147,7 @@ class Served:
         return self.logs[node].read_text()
 
     def wait_for(self, node, *texts, seconds=START) -> str:
-        """Which of ``texts`` comes first in a host's log."""
+        """Wait until a host's log has one of ``texts``, and return that one."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for text in texts:
@@ -153,8 +159,10 @@ class Served:
         pytest.fail(f"{texts} not in\n" + "\n".join(self.log(n)[-3000:] for n in (0, 1)))
 
     def hears(self, what, says, seconds=NOTICED, began=None) -> None:
-        """Wait for what each host says; pytest -s shows after how long, for docs/multi-host.md."""
-        began, missing = began or time.monotonic(), dict(says)
+        """Wait until the log of each host in ``says`` has its text. pytest -s shows after how long, for
+        docs/multi-host.md."""
+        began = began or time.monotonic()
+        missing = dict(says)
         while missing:
             late = time.monotonic() - began > seconds
             for node, text in list(missing.items()):
@@ -168,28 +176,30 @@ class Served:
         self.wait_for(0, "Application startup complete")
 
     def run(self, batches) -> list:
-        asked = self.directory / "asked.json"
-        asked.write_text(json.dumps(batches))
-        return answers(map(json.loads, self.client(CLIENT, str(asked)).splitlines()))
+        """The results of ``batches``, from a client on the main host."""
+        file = self.directory / "batches.json"
+        file.write_text(json.dumps(batches))
+        return answers(map(json.loads, self.client(CLIENT, str(file)).splitlines()))
 
     def client(self, code, *arguments) -> str:
-        """What a client on the main host prints."""
+        """The output of a client on the main host, which runs ``code``."""
         client = self.cluster.hosts[0].python(code, *arguments)
-        said, _ = client.communicate(timeout=START)
+        output, _ = client.communicate(timeout=START)
         assert client.returncode == 0
-        return said
+        return output
 
     def command(self, node) -> psutil.Process:
-        """What `sipipe serve` started on a host: the front end or the agent."""
+        """The process that `sipipe serve` started on a host: the front end or the agent."""
         return self.process(node, "sipipe.engine.start.server")
 
     def process(self, node, title) -> psutil.Process:
         """One of a host's processes, by a part of its command line."""
-        found = self.find(node, title)
-        assert found, f"no {title} on host {node}"
-        return found[0]
+        processes = self.find(node, title)
+        assert processes, f"no {title} on host {node}"
+        return processes[0]
 
     def find(self, node, title) -> list[psutil.Process]:
+        """A host's processes, by a part of their command lines."""
         return named(self.cluster.hosts[node].processes(), title)
 
     def end(self) -> None:
@@ -198,7 +208,7 @@ class Served:
         self.ended()
 
     def ended(self, *nodes, seconds=NOTICED) -> None:
-        """Both hosts are empty again."""
+        """Wait until the hosts ``nodes``, or both, are empty again."""
         for node in nodes or (0, 1):
             left = self.cluster.hosts[node].wait_empty(seconds)
             assert not left, (node, left, self.log(0)[-3000:], self.log(1)[-3000:])
@@ -219,8 +229,8 @@ def serve(cluster, models, tmp_path):
         return served[-1]
 
     yield serve
-    for one in served:
-        one.close()
+    for engine in served:
+        engine.close()
 
 
 @pytest.mark.ci
@@ -234,27 +244,30 @@ def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encry
     main, other = cluster.hosts
     environment = {"SIPIPE_SECRET": SECRET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     hosts = {"count": 2, "address": main.address, "port": PORT, "encrypt_links": encrypts}
-    ours, theirs = socket.socketpair()
+    pipe, agents_end = socket.socketpair()
     log = tmp_path / "agent.log"
-    asked = [[str(model(models)), *OPTIONS, "-pp", "2"], {"hosts": hosts, "cores": "off"}, 1]
-    with ours, theirs, log.open("w") as out:
+    arguments = [[str(model(models)), *OPTIONS, "-pp", "2"], {"hosts": hosts, "cores": "off"}, 1]
+    with pipe, agents_end, log.open("w") as out:
         agent = Forked(
             server.__file__,
-            [json.dumps(asked)],
+            [json.dumps(arguments)],
             env=engine_environment() | environment,
             out=out,
-            ends=[theirs.fileno()],
+            ends=[agents_end.fileno()],
             host=other.pid,
         )
-        theirs.close()
-        own = {"hosts": hosts, "cores": "off"}
+        agents_end.close()
         with Engine(
-            model(models), sipipe=own, env=environment, host=main.pid,
-            pipeline_parallel_size=2, **SETTINGS
-        ) as engine:  # fmt: skip
-            found = engine.run(mixed_batches())
+            model(models),
+            sipipe={"hosts": hosts, "cores": "off"},
+            env=environment,
+            host=main.pid,
+            pipeline_parallel_size=2,
+            **SETTINGS,
+        ) as engine:
+            results = engine.run(mixed_batches())
             engine.close()
-        assert_stock(found, model(models), mixed_batches())
+        assert_stock(results, model(models), mixed_batches())
         agent.wait(NOTICED)
         agent.stdin.close()
     assert "the engine ended" in log.read_text()
@@ -339,15 +352,15 @@ def test_caches_come_and_go_on_two_hosts(serve, models, tmp_path):
     (tmp_path / "shelf").mkdir()
     path = {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     options = ("-pp", "2", "--block-size", "32", "--kv-transfer-config", json.dumps(shelf))
-    asked = [
+    batches = [
         {"prompts": prompts(12, longest=300, seed=21), "params": greedy(12, shortest=2, longest=9)},
         {"prompts": prompts(1, longest=300, seed=21), "params": greedy(1)},
     ]
     served = serve(*options, environments=(path, path))
     served.wait_served()
-    assert_stock(served.run(asked), served.path, asked)
+    assert_stock(served.run(batches), served.path, batches)
     served.process(1, "sipipe.sampler sampler").kill()
-    assert_stock(served.run(asked), served.path, asked)
+    assert_stock(served.run(batches), served.path, batches)
     assert served.client(LOADED) != "0.0\n"
     assert len(list((tmp_path / "shelf").glob("engine-*"))) == 1, "all stages have one engine id"
     served.end()
@@ -363,12 +376,12 @@ def test_long_prompts_cross_in_pieces(serve, models, tmp_path):
         *("--additional-config", at_once),
     )
     served.wait_served()
-    asked = [
+    batches = [
         {"prompts": prompts(12, longest=1000, seed=17), "params": greedy(12)},
         {"prompts": prompts(3, longest=1000, seed=18), "params": greedy(3)},
     ]
     stock = {"max_model_len": 1024, "max_num_batched_tokens": 2048}
-    assert_stock(served.run(asked), served.path, asked, **stock)
+    assert_stock(served.run(batches), served.path, batches, **stock)
     served.end()
     tokens_of = {}
     for stage in read_trace(traces).of("stage"):
@@ -392,13 +405,13 @@ def test_streams_with_aborts_seeds_and_clocks_that_differ(serve, models, tmp_pat
     traces = tmp_path / "trace"
     served = serve("-pp", "2", "--trace", str(traces), environments=({}, ahead))
     served.wait_served()
-    asked = [{"prompts": prompts(16), "params": [SEEDED | {"seed": i} for i in range(16)]}]
-    here = run_engine(model(models), asked, **shared(2))
-    same_tokens(served.run(asked), here)
+    batches = [{"prompts": prompts(16), "params": [SEEDED | {"seed": i} for i in range(16)]}]
+    on_one_host = run_engine(model(models), batches, **shared(2))
+    same_tokens(served.run(batches), on_one_host)
     ends = json.loads(served.client(LOAD))
     assert set(ends) <= {"done", "given up"}
     assert ends.count("done") >= len(ends) * 2 // 3 - 1
-    same_tokens(served.run(asked), here)
+    same_tokens(served.run(batches), on_one_host)
     served.end()
     trace = read_trace(traces)
     assert {process.header.host for process in trace.processes} == {"host1", "host2"}
@@ -449,23 +462,24 @@ def test_ports_are_the_documented_ones_and_strangers_at_each_stop_nothing(serve)
 def listening(served, node) -> set[tuple[str, str]]:
     """Processes of a host and where they listen, in the words of docs/multi-host.md."""
     shown = served.cluster.hosts[node].start(["ss", "-Htlnp"], stdout=-1, text=True)
-    found = set()
+    listeners = set()
     for line in shown.communicate(timeout=START)[0].splitlines():
         _, _, _, where, _, processes = line.split(maxsplit=5)
         address, _, port = where.rpartition(":")
         name = re.search(r'"([^"]+)"', processes).group(1)
         address = {host.address: "ADDRESS" for host in served.cluster.hosts}.get(address, address)
         port = {PORT: "P", PORT + 1: "P + 1", 8000: "--port"}.get(int(port), "any")
-        found.add((name, f"{address}:{port}"))
-    return found
+        listeners.add((name, f"{address}:{port}"))
+    return listeners
 
 
 def documented() -> list[set[tuple[str, str]]]:
-    found = []
+    """Processes and where they listen, as docs/multi-host.md has them, for each host."""
+    tables = []
     for host in ("main host", "host 1"):
         rows = re.findall(rf"^\| {host} \| `([^`]+)` \| `([^`]+)` \|", DOCS.read_text(), re.M)
-        found.append(set(rows))
-    return found
+        tables.append(set(rows))
+    return tables
 
 
 @pytest.mark.slow
@@ -522,8 +536,8 @@ def test_a_worker_that_is_killed_while_it_loads_ends_both_hosts(serve):
     served.wait_for(1, "OpenMP thread binding info")  # said just before workers start
     wait_until(lambda: served.find(1, "sipipe.worker"), START)
     served.process(1, "sipipe.worker").kill()
-    said = "ended while starting"
-    served.hears("killed while it loads", {0: f"on host 1 {said}", 1: f"on host 1 {said}"})
+    end = "ended while starting"
+    served.hears("killed while it loads", {0: f"on host 1 {end}", 1: f"on host 1 {end}"})
     assert "the engine ended: stage worker stage1.0" in served.log(1)
     served.ended()
 
@@ -582,13 +596,13 @@ def test_hosts_that_do_not_fit_say_so(serve, tmp_path):
 @pytest.mark.slow
 def test_a_port_that_is_taken_and_a_head_that_is_not_there(serve, cluster):
     listens = "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); "
-    there = cluster.hosts[1]
-    blocker = there.python(listens + "print(1, flush=True); input()", there.address, str(PORT + 1),
+    other_host = cluster.hosts[1]
+    blocker = other_host.python(listens + "print(1, flush=True); input()", other_host.address, str(PORT + 1),
                            stdin=-1)  # fmt: skip
     assert blocker.stdout.readline() == "1\n"
     settings = json.dumps({"sipipe": {"start_timeout": 15}})
     served = serve("-pp", "2", "--additional-config", settings, nodes=(1,))
-    served.wait_for(1, f"port {PORT + 1} of {there.address} cannot be listened on")
+    served.wait_for(1, f"port {PORT + 1} of {other_host.address} cannot be listened on")
     blocker.communicate("\n")
     served.hosts[1] = served.start(1)
     served.wait_for(1, f"the main host (10.77.18.1:{PORT}) cannot be reached within 15 s")

@@ -1,4 +1,4 @@
-"""What a CPU engine's KV caches get in a container, and beside weights that only their files tell of."""
+"""Memory of a CPU engine's KV caches, in a container, and beside weights of which only files tell."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,8 @@ from sipipe.engine.setup.checkpoint import weight_files
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 TWO = CorePlan(workers=(((0,),), ((0,),)), samplers=((0,),), scheduler=(0,))
 
 
@@ -33,7 +34,7 @@ def on_cpus(monkeypatch):
 
 
 def configuration(model: str, size: int | None = None, **places: str) -> SimpleNamespace:
-    """Of a model whose quantization tells no bits per weight."""
+    """The configuration of a model whose quantization tells no bits per weight."""
     quantized = LlamaConfig(quantization_config={"quant_method": "compressed-tensors"})
     share = EngineArgs.gpu_memory_utilization
     return SimpleNamespace(
@@ -52,7 +53,7 @@ def configuration(model: str, size: int | None = None, **places: str) -> SimpleN
 
 @pytest.mark.skipif(not Path("/sys/devices/system/node/node0/meminfo").exists(), reason="no nodes")
 def test_files_that_a_container_has_read_leave_room_for_caches(tmp_path, monkeypatch):
-    """As the weights are after an earlier start; also where the limit is that of a group around."""
+    """The weights are such files after an earlier start. The limit may be that of a group around."""
     files = {"box/memory.max": "max", "memory.max": GIB, "memory.current": 1000 * MIB}
     files["memory.stat"] = f"file {900 * MIB}\ninactive_file {800 * MIB}\nactive_file {64 * MIB}"
     (tmp_path / "box").mkdir()
@@ -60,13 +61,13 @@ def test_files_that_a_container_has_read_leave_room_for_caches(tmp_path, monkeyp
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(memory, "control_groups", lambda _: (tmp_path / "box", tmp_path))
     free = GIB - (1000 - 864) * MIB
-    given = kv_memory.share_kv_memory(configuration(str(tmp_path)), [TWO], (16, 16), None)
-    assert given == pytest.approx(0.4 * free / 2, abs=MIB)
+    planned = kv_memory.share_kv_memory(configuration(str(tmp_path)), [TWO], (16, 16), None)
+    assert planned == pytest.approx(0.4 * free / 2, abs=MIB)
     # vLLM's workers find the same.
     assert cpu_resource_utils.get_memory_node_info(0).available_memory == free
     assert cpu_resource_utils.get_memory_node_info(0).total_memory == GIB
-    asked = configuration(str(tmp_path), size=800 * MIB)
-    assert kv_memory.share_kv_memory(asked, [TWO], (16, 16), None) is None
+    named = configuration(str(tmp_path), size=800 * MIB)
+    assert kv_memory.share_kv_memory(named, [TWO], (16, 16), None) is None
 
 
 def test_nodes_of_a_container_share_its_room(monkeypatch):
@@ -90,23 +91,23 @@ def test_weights_of_unknown_width_are_as_many_as_their_files(tmp_path, monkeypat
     info = cpu_resource_utils.MemoryNodeInfo(16 * GIB, 10 * GIB)
     monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda _: info)
     repository = tmp_path / "models--org--name"
-    there = {"directory": tmp_path, "hub's cache": repository / "snapshots" / "abc"}
-    if where in there:
-        sparse(there[where] / "model-1.safetensors", 4 * GIB)
-        sparse(there[where] / "model-2.safetensors", 2 * GIB)
+    folders = {"directory": tmp_path, "hub's cache": repository / "snapshots" / "abc"}
+    if where in folders:
+        sparse(folders[where] / "model-1.safetensors", 4 * GIB)
+        sparse(folders[where] / "model-2.safetensors", 2 * GIB)
     if where == "hub's cache":
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("abc")
     model = str(tmp_path) if where == "directory" else "org/name"
     config = configuration(model, cache=str(tmp_path))
     assert decoder_of(config).facts is None
-    given = kv_memory.share_kv_memory(config, [TWO], (16, 16), None)
-    weights = 6 * GIB if where in there else 0
-    assert given == pytest.approx(0.4 * (10 * GIB - weights) / 2, abs=MIB)
+    planned = kv_memory.share_kv_memory(config, [TWO], (16, 16), None)
+    weights = 6 * GIB if where in folders else 0
+    assert planned == pytest.approx(0.4 * (10 * GIB - weights) / 2, abs=MIB)
     # One of two hosts loads half of them.
-    here = CorePlan(workers=TWO.workers[:1], samplers=(), scheduler=(0,))
-    given = kv_memory.share_kv_memory(config, [here], (16, 16), None)
-    assert given == pytest.approx(0.4 * (10 * GIB - weights // 2), abs=MIB)
+    own_plan = CorePlan(workers=TWO.workers[:1], samplers=(), scheduler=(0,))
+    planned = kv_memory.share_kv_memory(config, [own_plan], (16, 16), None)
+    assert planned == pytest.approx(0.4 * (10 * GIB - weights // 2), abs=MIB)
     if where == "directory":
         sparse(tmp_path / "model-3.safetensors", 4 * GIB)
         with pytest.raises(

@@ -30,11 +30,12 @@ from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import LivePage, PageHeader
 
-VOCABULARY, HIDDEN = 5_003, 48
+VOCABULARY = 5_003
+HIDDEN = 48
 
 
 def setup_of(*, stages=3, samplers=2, device="cpu") -> Setup:
-    """Of an engine with 4 microbatches in flight."""
+    """The setup of an engine with 4 microbatches in flight."""
     model = SimpleNamespace(
         get_vocab_size=lambda: VOCABULARY, get_hidden_size=lambda: HIDDEN, dtype="torch.bfloat16"
     )
@@ -65,15 +66,16 @@ def mapped(pid: int | str = "self") -> dict[tuple[str, str], int]:
     """Bytes of each memory file that a process maps, by name and inode; one mapped twice counts once."""
     sizes: dict[tuple[str, str], int] = {}
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        if found := re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+) +/memfd:(sipipe\S*)", line):
-            first, last, inode, name = found.groups()
-            size = int(last, 16) - int(first, 16)
+        match = re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+) +/memfd:(sipipe\S*)", line)
+        if match is not None:
+            start, end, inode, name = match.groups()
+            size = int(end, 16) - int(start, 16)
             sizes[name, inode] = max(sizes.get((name, inode), 0), size)
     return sizes
 
 
 def opened(make) -> tuple[object, int]:
-    """What ``make`` returns, and the bytes of the memory files that it has mapped."""
+    """The result of ``make``, and the bytes of the memory files that it has mapped."""
     before = mapped()
     made = make()
     after = mapped()
@@ -141,7 +143,8 @@ def test_channels_fit_beside_a_dev_shm_that_is_too_small():
     unshare = shutil.which("unshare")
     if unshare is None or os.geteuid() != 0:
         pytest.skip("only root mounts a /dev/shm of its own")
-    shell, mount = [unshare, "-m", "sh", "-c"], "mount -t tmpfs -o size=1m none /dev/shm"
+    shell = [unshare, "-m", "sh", "-c"]
+    mount = "mount -t tmpfs -o size=1m none /dev/shm"
     if subprocess.run([*shell, mount], check=False).returncode:
         pytest.skip("mount namespaces are not allowed here")
     command = [*shell, f'{mount} && exec "$0" -c "$1"', sys.executable, IN_A_CONTAINER]

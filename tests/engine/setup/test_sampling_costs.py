@@ -41,17 +41,17 @@ def periods(choice, way):
 
 def test_the_slowest_part_bounds_the_period():
     """Stages on the device; on CPUs also the copy, the drawing, and a round over m."""
-    found = costs(device=(2.1, 3.0, 9.0), draws=(1.0, 13.5, 14.6))
-    assert periods(found, "off") == [12.1, 13.0, 19.0]
+    measured = costs(device=(2.1, 3.0, 9.0), draws=(1.0, 13.5, 14.6))
+    assert periods(measured, "off") == [12.1, 13.0, 19.0]
     # 10 + 12 + 0.5 + 1 = 23.5 over 3 microbatches is below the last stage; drawing is not.
-    assert periods(found, "on") == [12.0, 13.5, 14.6]
+    assert periods(measured, "on") == [12.0, 13.5, 14.6]
     assert periods(costs(copy=16.0), "on") == [16.0] * 3
     # No part is slow, but a round has to pass through all of them.
     assert periods(costs(copy=9.0, draws=(11.0,) * 3), "on") == [14.0] * 3
     # With one in flight the device's way is the whole round too.
-    one = dataclasses.replace(costs(), inflight=1)
-    assert periods(one, "off") == [24.0] * 3
-    assert periods(one, "per_row")[:2] == [24.0] * 2
+    single = dataclasses.replace(costs(), inflight=1)
+    assert periods(single, "off") == [24.0] * 3
+    assert periods(single, "per_row")[:2] == [24.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_the_slowest_part_bounds_the_period():
     ],
 )
 def test_cpus_draw_where_they_save_three_percent_and_cost_nobody_as_much(device, on_cpus):
-    found = costs(device=device)
-    assert (found.choice == "on") is on_cpus
+    measured = costs(device=device)
+    assert (measured.choice == "on") is on_cpus
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_cpus_draw_where_they_save_three_percent_and_cost_nobody_as_much(device,
     ],
 )
 def test_each_row_has_its_place_where_that_saves_three_percent(device, draws, plain, chosen):
-    found = costs(device=device, draws=draws, plain=plain)
-    assert found.choice == chosen
-    assert found.periods["per_row"][2] == found.periods["on"][2]
-    assert periods(found, "per_row")[:2] == [10.0 + seconds for seconds in plain]
+    measured = costs(device=device, draws=draws, plain=plain)
+    assert measured.choice == chosen
+    assert measured.periods["per_row"][2] == measured.periods["on"][2]
+    assert periods(measured, "per_row")[:2] == [10.0 + seconds for seconds in plain]
 
 
 def test_the_line_has_the_numbers_and_the_choice():

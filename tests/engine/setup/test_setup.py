@@ -1,4 +1,4 @@
-"""How an engine is set up: the GPUs of its workers, and which of vLLM's runners it has."""
+"""Setup of an engine: the GPUs of its workers, and which of vLLM's runners it has."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from sipipe.gpu_slices import slice_for_worker
 
 
 def executor_config(**parallel):
-    """As much of vLLM's configuration as the executor reads by itself."""
+    """The parts of vLLM's configuration that the executor reads by itself."""
     parts = ["model", "cache", "load", "lora", "device", "speculative", "observability"]
     config = SimpleNamespace(**{f"{part}_config": None for part in parts})
     config.parallel_config = SimpleNamespace(
@@ -36,6 +36,13 @@ def executor_config(**parallel):
 def no_self_test(_):
     """The self-test of a family that is verified."""
     return SimpleNamespace(begin=lambda: None, compare=lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def no_filters(monkeypatch):
+    """No executor puts filters into loggers, where they would stay in this process."""
+    monkeypatch.setattr(executor, "leave_out_what_is_wrong", lambda **_: None)
+    monkeypatch.setattr(executor, "shorten", lambda **_: None)
 
 
 @pytest.fixture
@@ -119,7 +126,7 @@ def test_slices_are_counted_by_their_names_and_refused_by_the_variable(
 
 
 class Cuda(interface.Platform):
-    """What vLLM's CUDA platform says of numbers; the CPU build cannot import it."""
+    """vLLM's CUDA platform, as far as it knows numbers. The CPU build cannot import it."""
 
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
@@ -144,10 +151,10 @@ def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts_or_of_ot
     monkeypatch.setattr(setup, "current_platform", Cuda)
     monkeypatch.setattr(deciding, "current_platform", Cuda)
     monkeypatch.setattr(gpu_worker, "current_platform", Cuda)
-    found = []
+    taken = []
 
     def reached(device):
-        found.append(device)
+        taken.append(device)
         raise InterruptedError
 
     monkeypatch.setattr(torch.accelerator, "set_device_index", reached)
@@ -163,7 +170,7 @@ def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts_or_of_ot
         )
         with pytest.raises(InterruptedError):
             gpu_worker.Worker.init_device(worker)
-    assert found == [torch.device("cuda", gpu) for gpu in devices[-2:]]
+    assert taken == [torch.device("cuda", gpu) for gpu in devices[-2:]]
 
 
 class Nvml:
@@ -195,8 +202,8 @@ class Nvml:
 def test_vllms_gpu_worker_finds_its_slice_which_is_the_only_one_that_it_sees(
     monkeypatch, visible, devices, replica
 ):
-    """As the engine assigns them, in an environment with every name, and as a worker looks its own up,
-    with the variable that it is started with."""
+    """The engine assigns slices in an environment with every name. A worker looks its own one up by the
+    variable that it is started with."""
 
     class Slices(Cuda):
         device_control_id_to_physical_device_id = classmethod(lambda *_: pytest.fail("NVML's"))
@@ -206,10 +213,10 @@ def test_vllms_gpu_worker_finds_its_slice_which_is_the_only_one_that_it_sees(
     monkeypatch.setattr(setup, "current_platform", Slices())
     monkeypatch.setattr(setup, "import_pynvml", lambda: nvml)
     monkeypatch.setattr(gpu_worker, "current_platform", Slices())
-    found = []
+    taken = []
 
     def reached(device):
-        found.append(device)
+        taken.append(device)
         raise InterruptedError
 
     monkeypatch.setattr(torch.accelerator, "set_device_index", reached)
@@ -220,10 +227,12 @@ def test_vllms_gpu_worker_finds_its_slice_which_is_the_only_one_that_it_sees(
     setup.assign_devices(SimpleNamespace(parallel_config=parallel), every)
     for local_rank in range(2):
         monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
-        own = slice_for_worker(2 * replica + local_rank, every)
-        assert own == {"CUDA_VISIBLE_DEVICES": visible.split(",")[every[2 * replica + local_rank]]}
+        variables = slice_for_worker(2 * replica + local_rank, every)
+        assert variables == {
+            "CUDA_VISIBLE_DEVICES": visible.split(",")[every[2 * replica + local_rank]]
+        }
         with monkeypatch.context() as started:
-            started.setenv("CUDA_VISIBLE_DEVICES", own["CUDA_VISIBLE_DEVICES"])
+            started.setenv("CUDA_VISIBLE_DEVICES", variables["CUDA_VISIBLE_DEVICES"])
             worker = SimpleNamespace(
                 device_config=SimpleNamespace(device_type="cuda"),
                 parallel_config=parallel,
@@ -231,7 +240,7 @@ def test_vllms_gpu_worker_finds_its_slice_which_is_the_only_one_that_it_sees(
             )
             with pytest.raises(InterruptedError):
                 gpu_worker.Worker.init_device(worker)
-    assert found == [torch.device("cuda", 0)] * 2
+    assert taken == [torch.device("cuda", 0)] * 2
     assert nvml.inits == 0
 
 
@@ -271,17 +280,17 @@ def make_executor(monkeypatch, decided, pipeline):
 
 
 def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
-    """In a process that vLLM forks: nobody calls the executor that vLLM has not got yet, and Python
-    ends without its own end."""
+    """A process that vLLM forks ends without Python's own end, and vLLM has not got the executor yet,
+    so that nobody calls it."""
     reading, writing = os.pipe()
 
     pipeline = SimpleNamespace(load=lambda: None, close=lambda: os.write(writing, b"closed"))
 
     def start():
-        kept.append(make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline))
+        executors.append(make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline))
         raise SystemExit(1)
 
-    kept = []
+    executors = []
     core = multiprocessing.get_context("fork").Process(target=start)
     core.start()
     core.join(60)
@@ -367,7 +376,8 @@ PLACED = CorePlacement(scheduler=(0,))
 def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
     fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
     cores = SimpleNamespace(scheduler=(0,), shared=shared)
-    config, done = SiPipeConfig(cores=asked), []
+    config = SiPipeConfig(cores=asked)
+    done = []
     monkeypatch.setattr(multiprocessing.current_process(), "name", name)
     monkeypatch.setattr(setup, "run_soon", lambda: done.append("soon"))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *given: done.append(given))
