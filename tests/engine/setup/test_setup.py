@@ -279,6 +279,11 @@ def make_executor(monkeypatch, decided, pipeline):
     return executor.Executor(executor_config())
 
 
+def test_a_configuration_that_was_made_without_the_plugin_is_refused_by_that():
+    with pytest.raises(ConfigError, match="made without SiPipe's plugin"):
+        executor.Executor(executor_config())
+
+
 def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     """A process that vLLM forks ends without Python's own end, and vLLM has not got the executor yet,
     so that nobody calls it."""
