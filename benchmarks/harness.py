@@ -157,7 +157,11 @@ def _number(text: str) -> float | int:
 def cell(value: Any) -> str:
     """A figure as tables show it: four digits, thousands set apart, a range behind its median."""
     if isinstance(value, Mapping):
-        return f"{cell(value['median'])} ({cell(value['low'])}-{cell(value['high'])})"
+        median, low, high = (
+            f"{part:,}" if type(part) is int else cell(part)
+            for part in (value["median"], value["low"], value["high"])
+        )
+        return f"{median} ({low}-{high})"
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "" if value is None else str(value)
