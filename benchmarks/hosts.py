@@ -180,6 +180,11 @@ def predicted(rows: int, m: int, found: dict[str, float], alone: float, delay: f
     return rows / m / max(period, (alone + 2 * delay) / m)
 
 
+def why_not_here() -> str:
+    """Why two hosts cannot be made on this machine; or nothing."""
+    return why_not() or ("" if os.path.exists("/dev/net/tun") else "needs /dev/net/tun")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="0 and 20 ms, 3 in flight, few tokens")
@@ -187,8 +192,7 @@ def main() -> None:
     parser.add_argument("--inflight", default="", help="microbatches (default: 2,3,5)")
     parser.add_argument("--tokens", type=int, default=0, help="new ones (default: 64)")
     args = parser.parse_args()
-    reason = why_not() or ("" if os.path.exists("/dev/net/tun") else "needs /dev/net/tun")
-    if reason:
+    if reason := why_not_here():
         print(f"benchmarks.hosts: {reason}; nothing was measured")
         return
     delays = [
