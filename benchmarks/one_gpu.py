@@ -29,7 +29,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import of_the_checkout, report
+from benchmarks.harness import report
 from benchmarks.side_by_side import Load, answered
 from sipipe.cli.bench_rows import server_job
 from sipipe.cli.gpu_check import TABLE
@@ -59,7 +59,6 @@ def main() -> None:
     add("--tokens", type=int, default=128, help="new ones")
     add("--repeat", type=int, default=3, help="of each load")
     args = parser.parse_args()
-    of_the_checkout("benchmarks.shared_gpu")
     words = ["--dataset-name", "random", "--random-input-len", "16", "--ignore-eos"]
     words += ["--random-output-len", str(args.tokens)]
     loads = [
