@@ -81,7 +81,7 @@ def test_inflight_auto_is_stages_plus_one():
         ({"samplers": "2"}, ['"samplers"', "not '2'"]),
         ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on", "per_row"']),
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
-        ({"transport": "nccl"}, ['"transport"', "between hosts links are always ZeroMQ"]),
+        ({"transport": "nccl"}, ['"transport"', 'between hosts, "nixl"']),
         ({"trace": ""}, ['"trace"', "path"]),
         ({"stall_timeout": 0}, ['"stall_timeout"', "above 0"]),
         ({"start_timeout": float("inf")}, ['"start_timeout"', "finite"]),

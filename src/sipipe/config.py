@@ -167,11 +167,13 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     costs, and what one that costs more would be worth."""
 
     transport: Annotated[
-        Literal["auto", "shm", "cuda_ipc"],
-        Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
+        Literal["auto", "shm", "cuda_ipc", "nixl"],
+        Meta(description='"auto", "shm", "cuda_ipc" or, between hosts, "nixl"'),
     ] = "auto"
-    """Transport of hidden states between the stages of a host. ``"auto"``: ``shm`` on CPUs,
-    ``cuda_ipc`` on GPUs that reach each other, untested between several; else ``shm``."""
+    """Transport of hidden states. Within a host, ``"auto"`` is ``shm`` on CPUs, ``cuda_ipc`` on GPUs
+    that reach each other, untested between several; else ``shm``. Between hosts it is ``zeromq``, or
+    ``nixl`` where both have it, with GPUs or RDMA, and ``hosts.encrypt_links`` is false. ``"nixl"``:
+    between hosts that, and no other; within a host as ``"auto"``."""
 
     devices: Annotated[
         Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,

@@ -52,14 +52,32 @@ class Stages:
         return answers
 
 
-def opener(stages=2, ranks=1, outcome=None, *, transport="auto", on_cpu=False, addresses=None):
-    config = SiPipeConfig(transport=transport, hosts=HostSettings(count=1 + bool(addresses)))
+def opener(
+    stages=2,
+    ranks=1,
+    outcome=None,
+    *,
+    transport="auto",
+    on_cpu=False,
+    addresses=None,
+    encrypts=True,
+    nixl=(),
+):
+    hosts = HostSettings(count=1 + bool(addresses), encrypt_links=encrypts)
+    config = SiPipeConfig(transport=transport, hosts=hosts)
     setup = SimpleNamespace(
         stages=stages, ranks=ranks, slots=stages + 1, link_tokens=512, rows=8, config=config
     )
     setup.dtype = "bfloat16"
     setup.hidden_size = 8
-    described = [StageDescription(takes=TAKES, gpu=f"uuid-{r}") for r in range(stages * ranks)]
+    described = [
+        StageDescription(
+            takes=TAKES,
+            gpu="" if on_cpu else f"uuid-{rank}",
+            nixl=nixl[rank // ranks] if nixl else "",
+        )
+        for rank in range(stages * ranks)
+    ]
     calls = Stages(stages * ranks, outcome or {})
     link_opener.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     return LinkOpener(setup, calls, addresses or {}, described), calls
@@ -172,6 +190,59 @@ def test_links_between_hosts_and_of_cpus_have_one_transport():
     opening, calls = opener(3, 2, on_cpu=True, addresses={2: "10.0.0.2"})
     assert [link.kind for link in opening.join_stages()] == ["shm", "shm", "zeromq", "zeromq"]
     assert len(calls.asked) == 1
+
+
+REACHES = st.sampled_from(["", "tcp", "rdma"])
+
+
+@given(sender=REACHES, receiver=REACHES, on_cpu=st.booleans(), encrypts=st.booleans())
+def test_nixl_joins_hosts_that_both_have_it_with_rdma_or_gpus(sender, receiver, on_cpu, encrypts):
+    opening, _ = opener(
+        on_cpu=on_cpu, addresses={1: "10.0.0.2"}, encrypts=encrypts, nixl=(sender, receiver)
+    )
+    (link,) = opening.join_stages()
+    over_rdma = sender == receiver == "rdma"
+    joins = sender and receiver and not encrypts and (over_rdma or not on_cpu)
+    assert link.kind == ("nixl" if joins else "zeromq")
+    if joins:
+        assert bool(link.data_port) != over_rdma
+        assert not link.token, "its packets are encrypted"
+        assert len({29501, 29502, link.port, link.data_port}) == 4
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_zeromq_takes_the_place_of_nixl_on_a_port_of_its_own(lines, how):
+    """The port of one that hangs stays taken."""
+    opening, calls = opener(
+        outcome={((0, 1), "nixl"): how},
+        addresses={1: "10.0.0.2"},
+        encrypts=False,
+        nixl=("rdma", "rdma"),
+    )
+    (link,) = opening.join_stages()
+    assert link.kind == "zeromq"
+    assert link.token
+    assert "zeromq, not encrypted" in lines[0]
+    assert f"nixl failed its trial ({REASONS[how]})" in lines[0]
+    ports = [trial.endpoint.port for request in calls.asked for trial in request.trials]
+    assert len({*ports}) == 2
+
+
+def test_nixl_that_was_asked_for_is_refused_by_name():
+    asked = {"transport": "nixl", "addresses": {1: "10.0.0.2"}, "encrypts": False, "on_cpu": True}
+    opening, calls = opener(nixl=("tcp", ""), **asked)
+    with pytest.raises(
+        UnsupportedError, match=r'"nixl".*not installed on the host of stage 1: pip'
+    ):
+        opening.join_stages()
+    assert not calls.asked
+    opening, _ = opener(outcome={((0, 1), "nixl"): "hangs"}, nixl=("tcp", "tcp"), **asked)
+    with pytest.raises(
+        UnsupportedError, match=r'"nixl".*stage0-1\.r0 by it: not finished; leave it'
+    ):
+        opening.join_stages()
+    opening, _ = opener(nixl=("tcp", "rdma"), **asked)
+    assert [link.kind for link in opening.join_stages()] == ["nixl"]
 
 
 def test_final_hidden_states_are_tried_too():

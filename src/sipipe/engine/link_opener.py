@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from sipipe.engine.iteration.calls import Calls
 from sipipe.engine.iteration.stall import ANSWER_SECONDS
-from sipipe.engine.setup.host_agreement import link_port
+from sipipe.engine.setup.host_agreement import link_port, nixl_ports
 from sipipe.engine.setup.record import Setup
 from sipipe.errors import ResourceError, UnsupportedError
 from sipipe.gpu_slices import is_slice
@@ -45,8 +45,8 @@ class _Plan:
     """The link with the transport that is tried next."""
     tensors: bytes
     """Schema of the hidden states that the later stage takes."""
-    others: tuple[TransportKind, ...]
-    """Transports that remain if that one fails."""
+    others: tuple[LinkEndpoint, ...]
+    """The link with each transport that remains if that one fails."""
     failures: tuple[str, ...] = ()
     """Why others have failed before it."""
 
@@ -95,10 +95,53 @@ class LinkOpener:
     def _plan(self, pair: Pair, link: LinkEndpoint, tensors: bytes) -> _Plan:
         """The plan of a link, which begins with its first transport. Slices of a GPU cannot map one
         another's memory, so a link of theirs begins with the first transport that does without."""
-        kinds = (link.kind,) if link.address else self._kinds
-        if any(is_slice(self._ranks[rank].gpu) for rank in pair):
-            kinds = tuple(kind for kind in kinds if kind != "cuda_ipc")
-        return _Plan(endpoint=replace(link, kind=kinds[0]), tensors=tensors, others=kinds[1:])
+        if link.address:
+            endpoint, *others = self._between_hosts(pair, link)
+        else:
+            slices = any(is_slice(self._ranks[rank].gpu) for rank in pair)
+            endpoint, *others = [
+                replace(link, kind=kind)
+                for kind in self._kinds
+                if not (slices and kind == "cuda_ipc")
+            ]
+        return _Plan(endpoint=endpoint, tensors=tensors, others=tuple(others))
+
+    def _between_hosts(self, pair: Pair, link: LinkEndpoint) -> list[LinkEndpoint]:
+        """The transports that may join ranks of two hosts, in the order in which they are tried. Raises
+        UnsupportedError: NIXL was asked for, and one of the hosts does not have it."""
+        config = self._setup.config
+        reaches = [self._ranks[rank].nixl for rank in pair]
+        over_rdma = reaches == ["rdma", "rdma"]
+        if config.transport == "nixl":
+            for rank, reach in zip(pair, reaches, strict=True):
+                if not reach:
+                    stage = rank // self._setup.ranks
+                    raise UnsupportedError(
+                        'sipipe config: "transport" is "nixl", and NIXL is not installed on the host of '
+                        f'stage {stage}: pip install "sipipe[nixl]" there, or leave it "auto"'
+                    )
+        elif not (
+            config.transport == "auto"
+            and all(reaches)
+            and (over_rdma or all(self._ranks[rank].gpu for rank in pair))
+        ):
+            return [link]
+        elif config.hosts.encrypt_links:
+            logger.info(
+                "link %s: hidden states are encrypted, so that zeromq carries them; NIXL, which both "
+                "hosts have, encrypts nothing (hosts.encrypt_links, docs/multi-host.md)",
+                link.name,
+            )
+            return [link]
+        packets, hidden_states = nixl_ports(self._setup, pair[0])
+        by_nixl = replace(
+            link,
+            kind="nixl",
+            port=packets,
+            data_port=0 if over_rdma else hidden_states,
+            token="",  # packets are encrypted: who knows them could write to the stage's memory
+        )
+        return [by_nixl] if config.transport == "nixl" else [by_nixl, link]
 
     def _open(self, plans: dict[Pair, _Plan]) -> list[LinkEndpoint]:
         """Open links, each by the first of its transports that works."""
@@ -168,7 +211,7 @@ class LinkOpener:
         if plan.others:
             return replace(
                 plan,
-                endpoint=replace(plan.endpoint, kind=plan.others[0]),
+                endpoint=plan.others[0],
                 others=plan.others[1:],
                 failures=failures,
             )

@@ -57,8 +57,7 @@ _LINGER_MS = 1000
 _RETRY_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 _REFUSALS = 3
-"""Handshakes that the peer may refuse before it is given up. One refusal may come from an engine that
-is just ending, whose successor has the same port."""
+"""Handshakes that the peer may refuse: one may be by an engine that is ending and has the same port."""
 _NEVER_MS = 24 * 3600 * 1000
 """Milliseconds until ZeroMQ itself connects again: longer than an attempt lives."""
 _USER = "sipipe"
@@ -164,6 +163,11 @@ class Connection:
         self._open()
         self._thread = threading.Thread(target=self._watch, name="SiPipeConnection", daemon=True)
         self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """True while messages pass: the peer was met, is not lost, and this end was not interrupted."""
+        return self._met and not self._gone
 
     def wait_for_peer(self, timeout: float) -> bool:
         """Wait for the peer; True if it is there. False after ``timeout`` seconds, or as soon as a

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from sipipe.errors import ConfigError, ResourceError, tell
@@ -18,7 +19,14 @@ OTHER_PORT = (
     "VLLM_HOST_IP on others)"
 )
 _SO_ATTACH_FILTER = 26  # of <asm/socket.h>; Python's module has no name for it
-_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # a BPF program: return 0
+_INSTRUCTION = struct.Struct("HBBI")  # of classic BPF: code, jumps if true and if false, operand
+_RETURN = 6
+_LOAD_WORD = 0x20
+_JUMP_IF_EQUAL = 0x15
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: operands from here on count from the IP header
+_SOURCE_V4 = 12
+_SOURCE_V6 = 8
+_ALL_BYTES = 0xFFFFFFFF
 _CLOSED = 7  # TCP's state CLOSE
 _CLOSED_BY_PEER = (8, 9)  # TCP's states CLOSE_WAIT and LAST_ACK
 
@@ -147,10 +155,43 @@ def deafen(listener: socket.socket) -> None:
     """Have the kernel drop whatever comes to ``listener`` from now on. Connections that it has accepted
     stay, which ZeroMQ would close with it. On a kernel without filters strangers still get as far as
     the handshake."""
-    code = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
-    program = struct.pack("HL", 1, ctypes.addressof(code))
     with suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        _filter(listener, [(_RETURN, 0, 0, 0)])
+
+
+def admit_only(listener: socket.socket, address: str) -> None:
+    """Have the kernel drop whatever comes to ``listener`` from now on, but from ``address``; also from
+    there if that is empty. Raises OSError: this kernel has no filters."""
+    if not address:
+        _filter(listener, [(_RETURN, 0, 0, 0)])
+        return
+    parsed = ipaddress.ip_address(address)
+    start = _SOURCE_V4 if parsed.version == 4 else _SOURCE_V6
+    words = struct.unpack(f"!{len(parsed.packed) // 4}I", parsed.packed)
+    program = []
+    for number, word in enumerate(words):
+        last = 2 * (len(words) - number) - 1  # jumps count from the instruction behind
+        program += [
+            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + start + 4 * number),
+            (_JUMP_IF_EQUAL, 0, last, word),
+        ]
+    _filter(listener, [*program, (_RETURN, 0, 0, _ALL_BYTES), (_RETURN, 0, 0, 0)])
+
+
+def _filter(listener: socket.socket, program: Sequence[tuple[int, int, int, int]]) -> None:
+    """Attach a classic BPF program to a socket, in the place of the one that it has. Raises OSError."""
+    instructions = b"".join(_INSTRUCTION.pack(*instruction) for instruction in program)
+    code = ctypes.create_string_buffer(instructions, len(instructions))
+    attached = struct.pack("HL", len(program), ctypes.addressof(code))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
+
+
+def waiting_connections(listener: socket.socket) -> int:
+    """Connections to ``listener`` that nobody has accepted."""
+    # `struct tcp_info`: of a listening socket, the fifth counter is the queue's length.
+    info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)
+    (waiting,) = struct.unpack("=24xI", info)
+    return int(waiting)
 
 
 def what_was_seen(connection: socket.socket, heartbeat: float) -> str:

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Literal
 
-TransportKind = Literal["shm", "cuda_ipc", "zeromq"]
+TransportKind = Literal["shm", "cuda_ipc", "zeromq", "nixl"]
 DeviceKind = Literal["cpu", "cuda"]
+NixlReach = Literal["", "tcp", "rdma"]
+"""Way by which NIXL reaches other hosts; empty: it is not installed."""
 
 Pair = tuple[int, int]
 """The ranks that a link joins: the sender's, then the receiver's."""
@@ -57,11 +59,13 @@ class LinkEndpoint:
     """Seconds that a wait takes at most where the call names no bound of its own."""
     device: DeviceKind = "cpu"
     """Memory in which the later stage needs the tensors: the host's, where they are used in place, or
-    its current GPU's, which ``shm`` and ``zeromq`` reach by way of host memory."""
+    its current GPU's, which all transports but ``cuda_ipc`` reach by way of host memory."""
     address: str = ""
     """Address on which the later stage listens, between hosts; empty within a host."""
     port: int = 0
     """TCP port on which it listens."""
+    data_port: int = 0
+    """TCP port on which NIXL listens there; 0: it goes by RDMA, or another transport is used."""
     token: str = ""
     """Secret that lets the earlier stage in where hidden states are not encrypted; else empty."""
 
@@ -77,7 +81,8 @@ class LinkEndpoint:
     @property
     def transport(self) -> str:
         """The transport in a start-up line."""
-        kind = f"{self.kind}, not encrypted" if self.token else self.kind
+        plain = bool(self.token) or self.kind == "nixl"
+        kind = f"{self.kind}, not encrypted" if plain else self.kind
         return f"{kind} (untested between GPUs)" if self.device == "cuda" else kind
 
     def describe(self) -> str:

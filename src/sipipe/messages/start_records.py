@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sipipe.config import SiPipeConfig
-from sipipe.messages.link import Pair
+from sipipe.messages.link import NixlReach, Pair
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import LogprobsMode
 from sipipe.messages.stage_place import StagePlace
@@ -112,6 +112,8 @@ class StageDescription:
     gpu: str = ""
     """UUID of the rank's GPU, as ``nvidia-smi -L`` lists it: it names the GPU in every process, whatever
     the process's CUDA_VISIBLE_DEVICES; empty where the rank computes on a CPU."""
+    nixl: NixlReach = ""
+    """Way by which NIXL reaches other hosts from the rank's; empty: it is not installed there."""
 
 
 @dataclass(frozen=True, kw_only=True)

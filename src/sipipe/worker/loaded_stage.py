@@ -19,6 +19,7 @@ from vllm.config import set_current_vllm_config
 
 from sipipe.cores import bind_threads, run_soon
 from sipipe.ipc.link.cuda_device import gpu_name
+from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes
 from sipipe.messages import calls
 from sipipe.messages.link import buffer_tokens
@@ -126,6 +127,7 @@ class LoadedStage:
             StageDescription,
             takes=b"" if takes is None else takes.encode(),
             gpu=gpu_name(device.index or 0) if device.type == "cuda" else "",
+            nixl=nixl_reach(),
         )
         if stage_logits is None:
             return described()

@@ -20,6 +20,7 @@ from sipipe.engine.setup.host_agreement import (
     check_main_host,
     control_port,
     link_port,
+    nixl_ports,
     own_address,
 )
 from sipipe.engine.setup.stages import stages_of_hosts
@@ -64,6 +65,8 @@ def test_every_connection_has_a_port_of_its_own():
     control = [control_port(hosts, node) for node in (1, 2)]
     between = [link_port(setup, rank) for rank in (2, 3, 6, 7)]  # of stages 1 and 3
     assert [*control, *between] == list(range(100, 106))
+    by_nixl = [port for rank in (2, 3, 6, 7) for port in nixl_ports(setup, rank)]
+    assert sorted(by_nixl) == list(range(106, 114))
 
 
 @pytest.mark.parametrize("encrypts", [True, False])

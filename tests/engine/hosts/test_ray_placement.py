@@ -21,7 +21,7 @@ from sipipe.config import HostSettings, SiPipeConfig
 from sipipe.engine.hosts import ray_placement
 from sipipe.engine.hosts.ray_bundles import Bundle, arrange
 from sipipe.engine.hosts.ray_claim import Claim
-from sipipe.engine.setup.host_agreement import link_port, ports_used
+from sipipe.engine.setup.host_agreement import nixl_ports, ports_used
 from sipipe.errors import ConfigError
 
 needs_ray = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_the_ports_that_are_looked_at_are_those_that_are_used():
         setup = SimpleNamespace(
             stages=count, ranks=ranks, config=SiPipeConfig(hosts=HostSettings(count=count, port=1))
         )
-        assert link_port(setup, (count - 1) * ranks - 1) == ports_used(count, ranks)
+        assert max(nixl_ports(setup, (count - 1) * ranks - 1)) == ports_used(count, ranks)
 
 
 def test_taken_ports_are_seen():

@@ -43,6 +43,7 @@ from tests.engine.test_parity import mixed_batches
 
 import sipipe
 from sipipe.engine.start import server
+from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.messages.link import buffer_tokens
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.reader import read_trace
@@ -51,6 +52,7 @@ pytestmark = pytest.mark.engine
 
 DOCS = Path(__file__).parents[3] / "docs" / "multi-host.md"
 SECRET = "a secret of the tests"
+NIXL = pytest.mark.skipif(not nixl_reach(), reason="NIXL is not installed")
 START = 300.0  # seconds; two engines' worth of imports on a busy machine
 NOTICED = 20.0
 PORT = 29700
@@ -235,18 +237,29 @@ def serve(cluster, models, tmp_path):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "encrypts",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["encrypted", "not encrypted"],
+    ("encrypts", "transport"),
+    [
+        (True, "auto"),
+        pytest.param(False, "auto", marks=pytest.mark.slow),
+        pytest.param(False, "nixl", marks=[pytest.mark.slow, NIXL]),
+    ],
+    ids=["encrypted", "not encrypted", "nixl"],
 )
-def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encrypts):
+def test_two_hosts_equal_stock_and_end_together(
+    cluster, models, tmp_path, encrypts, transport, request
+):
     """An engine in Python, and a host agent for its second stage."""
     main, other = cluster.hosts
+    if transport == "nixl":
+        for host in cluster.hosts:  # UCX looks for network devices in /sys, the whole machine's
+            host.start(["mount", "-t", "sysfs", "none", "/sys"]).wait(NOTICED)
+            request.addfinalizer(lambda host=host: host.start(["umount", "/sys"]).wait(NOTICED))
     environment = {"SIPIPE_SECRET": SECRET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     hosts = {"count": 2, "address": main.address, "port": PORT, "encrypt_links": encrypts}
     pipe, agents_end = socket.socketpair()
     log = tmp_path / "agent.log"
-    arguments = [[str(model(models)), *OPTIONS, "-pp", "2"], {"hosts": hosts, "cores": "off"}, 1]
+    settings = {"hosts": hosts, "cores": "off", "transport": transport}
+    arguments = [[str(model(models)), *OPTIONS, "-pp", "2"], settings, 1]
     with pipe, agents_end, log.open("w") as out:
         agent = Forked(
             server.__file__,
@@ -259,7 +272,7 @@ def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encry
         agents_end.close()
         with Engine(
             model(models),
-            sipipe={"hosts": hosts, "cores": "off"},
+            sipipe=settings,
             env=environment,
             host=main.pid,
             pipeline_parallel_size=2,

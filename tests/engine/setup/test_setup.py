@@ -13,7 +13,7 @@ from vllm.config import ParallelConfig
 from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
-from sipipe.config import CorePlacement, SiPipeConfig
+from sipipe.config import CorePlacement, HostSettings, SiPipeConfig
 from sipipe.engine import executor, link_opener
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import decide as deciding
@@ -242,6 +242,29 @@ def test_vllms_gpu_worker_finds_its_slice_which_is_the_only_one_that_it_sees(
                 gpu_worker.Worker.init_device(worker)
     assert taken == [torch.device("cuda", 0)] * 2
     assert nvml.inits == 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reach", "says"),
+    [
+        ({}, "rdma", "this engine has one"),
+        ({"count": 2}, "rdma", r'"hosts.encrypt_links" is true: set it false on all hosts'),
+        (
+            {"count": 2, "encrypt_links": False},
+            "",
+            r'not installed on this host: pip install "sipipe',
+        ),
+        ({"count": 2, "encrypt_links": False}, "tcp", None),
+    ],
+)
+def test_nixl_is_refused_where_it_can_join_nothing(monkeypatch, hosts, reach, says):
+    monkeypatch.setattr(deciding, "nixl_reach", lambda: reach)
+    config = SiPipeConfig(transport="nixl", hosts=HostSettings(**hosts))
+    if says is None:
+        deciding._check_nixl(config)
+        return
+    with pytest.raises(ConfigError, match=f'"transport" is "nixl".*{says}'):
+        deciding._check_nixl(config)
 
 
 def test_cpus_have_no_devices():

@@ -9,10 +9,11 @@ from contextlib import closing
 
 import pytest
 import torch
-from tests.ipc.link import stand_in
+from tests.ipc.link import nixl_stand_in, stand_in
 
-from sipipe.ipc.link import cuda_ipc
+from sipipe.ipc.link import cuda_ipc, nixl_agent
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.messages.link import LinkEndpoint
@@ -24,7 +25,8 @@ HERE = f"127.{1 + os.getpid() // 2**14 % 200}.{os.getpid() // 2**7 % 2**7}.{1 + 
 another's by now; on one address two test processes, which have the same secret, would meet."""
 
 
-KINDS = ("shm", "cuda_ipc", "zeromq", "zeromq, not encrypted")
+KINDS = ("shm", "cuda_ipc", "zeromq", "zeromq, not encrypted", "nixl", "nixl, by a stand-in")
+BETWEEN_HOSTS = ("zeromq", "nixl")
 
 
 @pytest.fixture(params=KINDS)
@@ -34,9 +36,13 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def endpoint_of(named: str, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
-    kind, _, plain = named.partition(", ")
+    kind, _, how = named.partition(", ")
     on_gpu = kind == "cuda_ipc"
     monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
+    if how == "by a stand-in":
+        monkeypatch.setattr(nixl_agent, "_load", lambda: nixl_stand_in.LIBRARY)
+    elif kind == "nixl" and not nixl_reach():
+        pytest.skip('NIXL is not installed (pip install "sipipe[nixl]")')
     if on_gpu:
         monkeypatch.setattr(cuda_ipc, "CudaDevice", stand_in.StandInDevice)
     return LinkEndpoint(
@@ -46,8 +52,10 @@ def endpoint_of(named: str, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
         name="stage0-1.r0",
         device="cuda" if on_gpu else "cpu",
         stall_timeout=BOUND,
-        **({"address": HERE, "port": free_port(HERE)} if kind == "zeromq" else {}),
-        token="a token" if plain else "",
+        address=HERE if kind in BETWEEN_HOSTS else "",
+        port=free_port(HERE) if kind in BETWEEN_HOSTS else 0,
+        data_port=free_port() if kind == "nixl" else 0,
+        token="a token" if how == "not encrypted" else "",
     )
 
 
@@ -61,7 +69,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 def pair(request) -> Iterator[tuple[socket.socket | None, socket.socket | None]]:
     """The sender's and the receiver's socket, for a test that opens the ends itself."""
     named = "endpoint" in request.fixturenames
-    if named and request.getfixturevalue("endpoint").kind == "zeromq":
+    if named and request.getfixturevalue("endpoint").kind in BETWEEN_HOSTS:
         yield None, None
         return
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -26,11 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.ipc.link import stand_in
-from tests.ipc.link.conftest import HERE, free_port
+from tests.ipc.link.conftest import BETWEEN_HOSTS, HERE, free_port
 
 from sipipe.errors import StallError
 from sipipe.ipc.link import cuda_ipc, shm
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.messages.link import LinkEndpoint
 
 MAX_TOKENS = 40
@@ -95,10 +96,11 @@ class Link(RuleBasedStateMachine):
             depth=self.depth,
             stall_timeout=BOUND,
             address=HERE,
-            port=free_port(HERE) if self.kind == "zeromq" else 0,
+            port=free_port(HERE) if self.kind in BETWEEN_HOSTS else 0,
+            data_port=free_port() if self.kind == "nixl" else 0,
         )
         ours = theirs = None
-        if self.kind != "zeromq":
+        if self.kind not in BETWEEN_HOSTS:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.receiver, self.sender = open_receiver(endpoint, theirs), open_sender(endpoint, ours)
 
@@ -174,17 +176,27 @@ class ZeromqLink(Link):
     kind = "zeromq"
 
 
+class NixlLink(Link):
+    kind = "nixl"
+
+
 TestShm = pytest.mark.ci(Link.TestCase)
 TestCudaIpc = CudaIpcLink.TestCase
 TestZeromq = pytest.mark.ci(ZeromqLink.TestCase)
+NIXL = pytest.mark.skipif(not nixl_reach(), reason="NIXL is not installed")
+TestNixl = NIXL(NixlLink.TestCase)
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestShm.settings = settings(max_examples=25, stateful_step_count=40, **SETTINGS)
 TestCudaIpc.settings = settings(max_examples=8, stateful_step_count=40, **SETTINGS)
 TestZeromq.settings = settings(max_examples=8, stateful_step_count=40, **SETTINGS)
+TestNixl.settings = settings(max_examples=8, stateful_step_count=40, **SETTINGS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Link, CudaIpcLink, ZeromqLink])
+@pytest.mark.parametrize(
+    "machine",
+    [Link, CudaIpcLink, ZeromqLink, pytest.param(NixlLink, marks=NIXL)],
+)
 def test_for_longer(machine: type[Link]) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=400, stateful_step_count=60, **SETTINGS)

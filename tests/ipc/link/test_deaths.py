@@ -23,7 +23,7 @@ import torch
 from tests.engine import forks
 from tests.engine.forks import Forked
 from tests.ipc.link import dying_stage
-from tests.ipc.link.conftest import KINDS, endpoint_of
+from tests.ipc.link.conftest import BETWEEN_HOSTS, KINDS, endpoint_of
 from tests.ipc.link.dying_stage import hidden
 
 from sipipe.ipc.errors import PeerDiedError
@@ -34,10 +34,14 @@ BOUND = 60.0  # of a machine at its worst; a death is noticed at once
 
 
 @pytest.fixture(
-    params=[pytest.param(kind, marks=pytest.mark.slow if "not" in kind else ()) for kind in KINDS]
+    params=[
+        pytest.param(kind, marks=pytest.mark.slow if "not" in kind else ())
+        for kind in KINDS
+        if "stand-in" not in kind
+    ]
 )
 def endpoint(request, monkeypatch):
-    """Encryption changes nothing of how a death is noticed: without it only `make test-all`."""
+    """NIXL's stand-in has both ends in one process. Encryption changes nothing of how a death is noticed: without it only `make test-all`."""
     return endpoint_of(request.param, monkeypatch)
 
 
@@ -136,7 +140,7 @@ def test_the_sender_is_killed_while_the_receiver_waits(endpoint, pair, start, ho
     [("dies_before_the_memory", 0), ("dies_amid_the_copy", 1), ("dies_after_the_copy", 1)],
 )
 def test_the_sender_dies_in_the_middle_of_a_frame(endpoint, pair, start, how, whole):
-    if endpoint.kind == "zeromq":
+    if endpoint.kind in BETWEEN_HOSTS:
         pytest.skip("ZeroMQ copies into the receiver's own memory, and hands out whole messages")
     start(how, endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
@@ -204,7 +208,7 @@ def test_the_receiver_is_killed_while_the_sender_waits(endpoint, pair, start, fo
 
 def test_the_receiver_dies_before_it_gives_memory(endpoint, pair):
     """The sender's thread waits for it, where the memory is the receiver's."""
-    if endpoint.kind == "zeromq":
+    if endpoint.kind in BETWEEN_HOSTS:
         pytest.skip("it has the receiver before it is open")
     with closing(open_sender(endpoint, pair[0])) as sender:
         sender.send(0, 4, hidden(4, 0))

@@ -10,7 +10,7 @@ import torch
 from tests.ipc.link.conftest import BOUND, KINDS, endpoint_of, hidden
 
 from sipipe.errors import ResourceError
-from sipipe.ipc.link import shm, trial
+from sipipe.ipc.link import trial
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.link.trial import Pattern, TriedReceiver, TriedSender
 from sipipe.messages.link import LinkTrial
@@ -85,15 +85,15 @@ def test_no_two_frames_and_no_two_words_of_a_pattern_are_the_same():
 @pytest.mark.parametrize("buffer", [0, 2])
 @pytest.mark.parametrize("tokens", [64, 1], ids=["full", "used again"])
 def test_a_byte_that_comes_otherwise_is_found_in_every_buffer(on_host, monkeypatch, buffer, tokens):
-    tensors_of = shm.ShmReceiving.tensors
+    take = trial.Receiver.take
 
-    def corrupt(self, header):
-        tensors = tensors_of(self, header)
-        if header.frame % on_host.depth == buffer and header.num_tokens == tokens:
+    def corrupt(self, iteration, num_tokens, *bound):
+        tensors = take(self, iteration, num_tokens, *bound)
+        if iteration % on_host.depth == buffer and num_tokens == tokens:
             tensors["scale"].view(torch.uint8)[5] += 1
         return tensors
 
-    monkeypatch.setattr(shm.ShmReceiving, "tensors", corrupt)
+    monkeypatch.setattr(trial.Receiver, "take", corrupt)
     with closing(Ends(on_host)) as ends:
         sent, came = ends.reports()
     what = f"1 of 12 bytes in buffer {buffer} were not those that were sent"

@@ -34,7 +34,9 @@ from sipipe.engine.setup.host_agreement import (
     control_port,
     link_port,
     main_address,
+    nixl_ports,
     own_address,
+    tries_nixl,
 )
 from sipipe.engine.setup.record import Setup, assign_devices
 from sipipe.errors import ConfigError, StallError, tell
@@ -75,6 +77,8 @@ def run_agent(
     port = control_port(hosts, setup.node)
     ranks = [(setup.host_stages[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
     ports = [link_port(setup, rank) for rank in ranks]
+    if tries_nixl(setup.config):
+        ports += [port for rank in ranks for port in nixl_ports(setup, rank)]
     for listening_port in ports:
         check_port(address, listening_port, OTHER_PORT)
     main = f"the main host ({hosts.address}:{port})"

@@ -27,6 +27,7 @@ from sipipe.engine.setup.stages import stages_of_hosts
 from sipipe.engine.setup.vllm_config import PipelineVllmConfig
 from sipipe.errors import ConfigError
 from sipipe.gpu_slices import VISIBLE, named_slices
+from sipipe.ipc.link.nixl_agent import nixl_reach
 
 
 def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
@@ -58,6 +59,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         ranks=parallel.tensor_parallel_size,
         samplers=config.samplers if has_samplers else 0,
     )
+    _check_nixl(config)
     # The layers of all stages, and the output projection.
     decoder = decoder_of(vllm_config)
     layers = choose_layers(vllm_config, config, decoder, by_cost=not reason)
@@ -175,6 +177,27 @@ def _check_named_gpus(devices: Sequence[int], workers: int, ranks: int) -> None:
                 f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage '
                 "on the same GPU, which NCCL does not do; only stages can share one"
             )
+
+
+def _check_nixl(config: SiPipeConfig) -> None:
+    """Refuse links by NIXL where there can be none. Raises ConfigError, which names the setting."""
+    if config.transport != "nixl":
+        return
+    asked = 'sipipe config: "transport" is "nixl"'
+    if config.hosts.count == 1:
+        raise ConfigError(
+            f'{asked}, which joins stages on several hosts, and this engine has one: leave it "auto"'
+        )
+    if config.hosts.encrypt_links:
+        raise ConfigError(
+            f'{asked}, which encrypts nothing, and "hosts.encrypt_links" is true: set it false on all '
+            'hosts, in a network of your own, or leave "transport" "auto"'
+        )
+    if not nixl_reach():
+        raise ConfigError(
+            f'{asked}, and NIXL is not installed on this host: pip install "sipipe[nixl]", or leave it '
+            '"auto"'
+        )
 
 
 def _check_slices(config: SiPipeConfig, slices: Sequence[str], ranks: int) -> None:

@@ -13,9 +13,10 @@ import vllm
 from vllm import envs
 
 from sipipe._version import __version__
-from sipipe.config import HostSettings
+from sipipe.config import HostSettings, SiPipeConfig
 from sipipe.engine.setup.stages import stages_of_hosts
 from sipipe.errors import ConfigError
+from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.ipc.secret import read_secret
 from sipipe.ipc.tcp import OTHER_PORT, address_of, check_port
 
@@ -50,6 +51,10 @@ def main_address(hosts: HostSettings, node: int, seconds: float) -> str:
     return address_of(hosts.address, "--master-addr", seconds, own=node == 0)
 
 
+_PORTS_OF_A_LINK = 3
+"""Ports that each link between hosts has: ZeroMQ's, and two of NIXL's."""
+
+
 def control_port(hosts: HostSettings, node: int) -> int:
     """Port on which the main host listens to host ``node``, which is 1 or more."""
     return hosts.port + node - 1
@@ -65,6 +70,21 @@ def link_port(setup: Setup, rank: int) -> int:
     # The ports of `control_port` come first, one for each host but the main one.
     first_port = hosts.port + hosts.count - 1
     return first_port + boundary * setup.ranks + tp_rank
+
+
+def nixl_ports(setup: Setup, rank: int) -> tuple[int, int]:
+    """Ports on which the next stage listens to ``rank`` if NIXL joins them: that of the packets, and that
+    of the hidden states, which is used over TCP only. They are not those of the link by ZeroMQ, which is
+    tried if this one fails, and perhaps hangs."""
+    links = (setup.config.hosts.count - 1) * setup.ranks
+    port = link_port(setup, rank)
+    return port + links, port + 2 * links
+
+
+def tries_nixl(config: SiPipeConfig) -> bool:
+    """True where links with this host may be tried by NIXL."""
+    wanted = config.transport in ("auto", "nixl") and not config.hosts.encrypt_links
+    return wanted and bool(nixl_reach())
 
 
 def own_address(hosts: HostSettings, seconds: float = 0.0) -> str:
@@ -95,7 +115,7 @@ def check_main_host(hosts: HostSettings, seconds: float = 0.0) -> None:
 
 def ports_used(hosts: int, ranks: int) -> int:
     """Number of ports that an engine uses, in a row: for control connections, and for links."""
-    return (hosts - 1) * (1 + ranks)
+    return (hosts - 1) * (1 + _PORTS_OF_A_LINK * ranks)
 
 
 def versions() -> dict[str, str]:

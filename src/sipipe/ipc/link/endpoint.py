@@ -3,6 +3,7 @@
 import socket
 
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending
+from sipipe.ipc.link.nixl import NixlReceiving, NixlSending
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.link.shm import Lost, ShmReceiving, ShmSending
@@ -22,7 +23,8 @@ def open_sender(
             and of what fails in the sender's own thread.
     """
     if sock is None:
-        return Sender(endpoint, ZeromqSending(endpoint, lost), lost)
+        between_hosts = NixlSending if endpoint.kind == "nixl" else ZeromqSending
+        return Sender(endpoint, between_hosts(endpoint, lost), lost)
     transport = ShmSending if endpoint.kind == "shm" else CudaIpcSending
     return Sender(endpoint, transport(endpoint, sock), lost)
 
@@ -32,6 +34,7 @@ def open_receiver(
 ) -> Receiver:
     """The receiving end, in the process of the later stage; see :func:`open_sender`."""
     if sock is None:
-        return Receiver(endpoint, ZeromqReceiving(endpoint, lost))
+        between_hosts = NixlReceiving if endpoint.kind == "nixl" else ZeromqReceiving
+        return Receiver(endpoint, between_hosts(endpoint, lost))
     transport = ShmReceiving if endpoint.kind == "shm" else CudaIpcReceiving
     return Receiver(endpoint, transport(endpoint, sock))

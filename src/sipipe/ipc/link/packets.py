@@ -1,7 +1,8 @@
 """Packets of a link, and the Unix packet socket that carries them within a host.
 
 ``DATA`` announces one frame and is the only packet of a steady iteration. ``SCHEMA`` precedes the
-first frame of a new tensor schema and has its description as body. ``RELEASE`` flows backwards
+first frame of a new tensor schema and has its description as body. ``ROOM`` flows backwards too, where
+the sender writes into the receiver's memory (:mod:`.nixl`), and has what it needs to know as body. ``RELEASE`` flows backwards
 and gives a frame's buffer back. ``HELLO`` comes first, from both sides. ``BYE`` ends the link in
 good order: an end of the connection without it is a dead peer.
 """
@@ -32,6 +33,7 @@ class Kind(enum.IntEnum):
     RELEASE = 3
     HELLO = 4
     BYE = 5
+    ROOM = 6
 
 
 class Header(NamedTuple):

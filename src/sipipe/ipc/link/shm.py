@@ -56,7 +56,10 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     buffer_bytes: int
     """Bytes of a buffer from now on."""
     new_memory: bool
-    """True if a packet with a descriptor follows, for larger buffers from the next frame on."""
+    """True if buffers are larger from the next frame on: in memory whose descriptor comes with the next
+    packet, or in memory that the receiver has to make (:mod:`.nixl`)."""
+    address: str = ""
+    """Address from which the sender writes to the receiver's memory over TCP; empty within a host."""
 
 
 Lost = Callable[[Exception], None]
@@ -132,25 +135,35 @@ class ShmSending:
     ) -> None:
         """Send one frame once the event ``after`` is reached. Its buffer is free, and its schema
         announced. On return ``parts`` may be overwritten, on a device by work that is queued behind
-        :meth:`order_after_copies`.
+        :meth:`order_after_copies`."""
+        self._fill(header.frame % self._endpoint.depth, header, schema, parts, after)
+        self._connection.send(pack(header))
+
+    def _fill(
+        self,
+        buffer: int,
+        header: Header,
+        schema: TensorSchema,
+        parts: list[torch.Tensor],
+        after: Any,
+    ) -> list[torch.Tensor]:
+        """Copy a frame's tensors to a buffer; returns them there.
 
         Memory is moved and not copied by torch, whose OpenMP team would slow the forward pass down, as
         ``Device.fetch`` explains."""
         assert self._buffers is not None, "announce comes first"
         shape = schema.at(header.num_tokens)
-        buffer = header.frame % self._endpoint.depth
         move = _move_holding_gil if shape.nbytes <= QUICK_BYTES else ctypes.memmove
-        views = self._buffers.views(schema, buffer, header.num_tokens).values()
+        views = list(self._buffers.views(schema, buffer, header.num_tokens).values())
         if self._departures is not None:
             self._departures.fetch(parts, views, after)
-            self._connection.send(pack(header))
-            return
+            return views
         for part, view, nbytes in zip(parts, views, shape.sizes, strict=True):
             if part.is_cpu and part.is_contiguous():
                 move(view.data_ptr(), part.data_ptr(), nbytes)
             else:
                 view.copy_(part)
-        self._connection.send(pack(header))
+        return views
 
     def order_after_copies(self) -> None:
         """Order what the caller's device does from now on behind the copies so far. Here nothing is to
@@ -239,16 +252,20 @@ class ShmReceiving:
         """Take in a schema, which comes before its first frame, and the memory that comes with it."""
         news = msgspec.msgpack.decode(body, type=Announcement)
         if news.new_memory:
-            descriptor = self._connection.receive_descriptor()
-            try:
-                self._buffers = self._open_room(descriptor, news.buffer_bytes)
-            finally:
-                os.close(descriptor)
+            self._buffers = self._take_room(news)
         # A schema that is announced again becomes the newest, as it does for the sender.
         self._schemas.pop(news.schema.fingerprint, None)
         self._schemas[news.schema.fingerprint] = news.schema
         if len(self._schemas) > SCHEMAS_REMEMBERED:
             del self._schemas[next(iter(self._schemas))]
+
+    def _take_room(self, news: Announcement) -> Buffers:
+        """The buffers that were announced."""
+        descriptor = self._connection.receive_descriptor()
+        try:
+            return self._open_room(descriptor, news.buffer_bytes)
+        finally:
+            os.close(descriptor)
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:
         """The buffers, each of ``size`` bytes, in the memory that came as ``descriptor``."""

@@ -31,7 +31,7 @@ MEET_SECONDS = 30.0
 """Seconds for which the connecting end waits. The listening end is opened at the same time."""
 
 
-class _Packets:
+class Packets:
     """A connection with the methods of :class:`.packets.PacketConnection`, which has a socket."""
 
     def __init__(self, connection: Connection, place: Place | None) -> None:
@@ -41,6 +41,11 @@ class _Packets:
         self.died = connection.died
         self.interrupt = connection.interrupt
         self.close = connection.close
+
+    @property
+    def usable(self) -> bool:
+        """True while packets pass, as :attr:`.Connection.usable`."""
+        return self._connection.usable
 
     def receive(self, packet: bytearray, timeout: float) -> int | None:
         parts = self._connection.receive(timeout, self._place)
@@ -63,7 +68,7 @@ class ZeromqSending(ShmSending):
         self._buffers: Buffers | None = None
         self._size = 0
         """Bytes of the buffer so far."""
-        self._connection: Any = _connect(endpoint, lost, listens=False)
+        self._connection: Any = connect(endpoint, lost, listens=False)
 
     def announce(self, schema: TensorSchema) -> None:
         size = buffer_bytes(schema, self._endpoint.buffer_tokens)
@@ -102,7 +107,7 @@ class ZeromqReceiving(ShmReceiving):
         self._size = 0
         """Bytes of a buffer so far."""
         self._schemas: dict[int, TensorSchema] = {}
-        self._connection: Any = _connect(endpoint, lost, listens=True, place=self._place)
+        self._connection: Any = connect(endpoint, lost, listens=True, place=self._place)
 
     def _place(self, packet: bytes) -> list[memoryview]:
         """The buffer's memory for each part behind the header ``packet``; none if it is no frame's."""
@@ -130,9 +135,9 @@ class ZeromqReceiving(ShmReceiving):
             self._buffers = Buffers(memory, size, self._endpoint.buffer_tokens)
 
 
-def _connect(
+def connect(
     endpoint: LinkEndpoint, lost: Lost, *, listens: bool, place: Place | None = None
-) -> _Packets:
+) -> Packets:
     """Open this end's connection; the connecting end waits for the other. Raises StallError: it was not
     reached."""
     neighbour = "previous" if listens else "next"
@@ -151,4 +156,4 @@ def _connect(
                 f"{MEET_SECONDS:g} s: does a firewall close the port, and is it an address "
                 "(VLLM_HOST_IP) that this host can reach?"
             )
-    return _Packets(connection, place)
+    return Packets(connection, place)
