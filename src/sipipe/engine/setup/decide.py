@@ -51,6 +51,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     # The devices and cores of this host, which all replicas share.
     replicas = vllm_config.replicas
     config = _with_devices(config, replicas * len(own_stages), parallel.tensor_parallel_size)
+    _check_nixl(config)
     has_samplers = not reason and stages - 1 in own_stages
     plans = _plan_replicas(
         config,
@@ -59,7 +60,6 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         ranks=parallel.tensor_parallel_size,
         samplers=config.samplers if has_samplers else 0,
     )
-    _check_nixl(config)
     # The layers of all stages, and the output projection.
     decoder = decoder_of(vllm_config)
     layers = choose_layers(vllm_config, config, decoder, by_cost=not reason)
