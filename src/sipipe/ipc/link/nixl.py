@@ -297,7 +297,7 @@ class NixlReceiving(ShmReceiving):
     def _run(self) -> None:
         try:
             while True:
-                # wait: none, between frames; the previous stage, its death, `interrupt`
+                # The previous stage sends, dies, or `interrupt` ends it.
                 header = super().receive(_IDLE_SECONDS)
                 if header is not None:
                     self._came.put(self._complete(header))
