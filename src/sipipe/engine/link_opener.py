@@ -96,15 +96,15 @@ class LinkOpener:
         """The plan of a link, which begins with its first transport. Slices of a GPU cannot map one
         another's memory, so a link of theirs begins with the first transport that does without."""
         if link.address:
-            endpoint, *others = self._between_hosts(pair, link)
+            endpoint, *fallbacks = self._between_hosts(pair, link)
         else:
             slices = any(is_slice(self._ranks[rank].gpu) for rank in pair)
-            endpoint, *others = [
+            endpoint, *fallbacks = [
                 replace(link, kind=kind)
                 for kind in self._kinds
                 if not (slices and kind == "cuda_ipc")
             ]
-        return _Plan(endpoint=endpoint, tensors=tensors, others=tuple(others))
+        return _Plan(endpoint=endpoint, tensors=tensors, others=tuple(fallbacks))
 
     def _between_hosts(self, pair: Pair, link: LinkEndpoint) -> list[LinkEndpoint]:
         """The transports that may join ranks of two hosts, in the order in which they are tried. Raises

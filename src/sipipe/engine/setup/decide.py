@@ -183,19 +183,19 @@ def _check_nixl(config: SiPipeConfig) -> None:
     """Refuse links by NIXL where there can be none. Raises ConfigError, which names the setting."""
     if config.transport != "nixl":
         return
-    asked = 'sipipe config: "transport" is "nixl"'
+    setting = 'sipipe config: "transport" is "nixl"'
     if config.hosts.count == 1:
         raise ConfigError(
-            f'{asked}, which joins stages on several hosts, and this engine has one: leave it "auto"'
+            f'{setting}, which joins stages on several hosts, and this engine has one: leave it "auto"'
         )
     if config.hosts.encrypt_links:
         raise ConfigError(
-            f'{asked}, which encrypts nothing, and "hosts.encrypt_links" is true: set it false on all '
+            f'{setting}, which encrypts nothing, and "hosts.encrypt_links" is true: set it false on all '
             'hosts, in a network of your own, or leave "transport" "auto"'
         )
     if not nixl_reach():
         raise ConfigError(
-            f'{asked}, and NIXL is not installed on this host: pip install "sipipe[nixl]", or leave it '
+            f'{setting}, and NIXL is not installed on this host: pip install "sipipe[nixl]", or leave it '
             '"auto"'
         )
 
