@@ -29,7 +29,7 @@ ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
 SLOW = {
     "parity": ("tests/engine/test_parity.py",),
     "features": ("tests/engine/test_features.py",),
-    "speculation": ("tests/engine/test_speculation.py",),
+    "speculation": ("tests/engine/test_speculation.py", "tests/engine/test_heads.py"),
     "second_runner": ("tests/engine/test_second_runner.py",),
     "servers": ("tests/engine/start/test_server.py", "tests/engine/start/test_launch.py"),
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),

@@ -168,21 +168,27 @@ def crowding():
     ]
 
 
+def thinking(path):
+    """Requests with thinking budgets, the last two behind their thoughts or without any, and the
+    settings of their engine."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    begin, end = (tokenizer.encode(text, add_special_tokens=False).ids for text in THINKING)
+    base = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    batch = {
+        "prompts": [[*ids, *begin] for ids in prompts(6)] + [[*begin, 5, 6, *end]] + prompts(1),
+        "params": [base | {"thinking_token_budget": n} for n in (0, 1, 2, 5, 9, 99, 2, 2)],
+    }
+    return batch, {"reasoning_config": dict(zip(REASONING, THINKING, strict=True))}
+
+
 @pytest.mark.slow
 def test_thinking_budgets_equal_stock(models):
     path = model(models)
+    batch, engine = thinking(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    begin, end = (tokenizer.encode(text, add_special_tokens=False).ids for text in THINKING)
-    engine = {"reasoning_config": dict(zip(REASONING, THINKING, strict=True))}
-    base = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-    asked = [
-        {
-            "prompts": [[*ids, *begin] for ids in prompts(6)] + [[*begin, 5, 6, *end]] + prompts(1),
-            "params": [base | {"thinking_token_budget": n} for n in (0, 1, 2, 5, 9, 99, 2, 2)],
-        }
-    ]
-    found = run_engine(path, asked, **shared(2), **engine)
-    same_tokens(found, run_stock(path, asked, **engine))
+    end = tokenizer.encode(THINKING[1], add_special_tokens=False).ids
+    found = run_engine(path, [batch], **shared(2), **engine)
+    same_tokens(found, run_stock(path, [batch], **engine))
     drawn = tokens(found[0])
     for budget, ids in zip((0, 1, 2, 5, 9), drawn, strict=False):
         assert ids[budget : budget + len(end)] == end

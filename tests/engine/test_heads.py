@@ -1,8 +1,21 @@
 """Draft heads change no token, and are right as often as in stock vLLM, wherever the stages are cut."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from tests.engine import heads
-from tests.engine.engines import greedy, prompts, run_engine, take_engine, with_comparable_texts
+from tests.engine.engines import (
+    greedy,
+    prompts,
+    run_engine,
+    take_engine,
+    tokens,
+    with_comparable_texts,
+    words,
+)
+from tests.engine.servers import VLLM, Server, complete, metric
+from tests.engine.test_features import thinking
 from tests.engine.test_speculation import batches, kinds, repeating, run, with_and_without
 
 pytestmark = pytest.mark.engine
@@ -141,3 +154,45 @@ def test_nor_where_others_are_aborted(models):
     drafting = {**settings, **small, "speculative_config": drafts}
     found = run_engine(path, [aborted, plain, aborted, plain], **drafting)
     assert found[1] == found[3] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_nor_with_thinking_budgets(models, kind):
+    """Whose end is forced amid drafts."""
+    path, drafts = head(models, kind)
+    batch, engine = thinking(path)
+    with_and_without(path, [batch] * 2, drafts, **SAMPLERS, pipeline_parallel_size=2, **engine)
+
+
+SERVED = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("door", "replicas"), [("sipipe", 1), ("vllm", 1), ("sipipe", 2)])
+def test_nor_where_they_are_served(models, tmp_path, door, replicas):
+    path, drafts = head(models, "eagle")
+    asked = long_greedy()
+    expected = tokens(run_engine(path, asked)[0])
+    options = [*words(SERVED), "--speculative-config", json.dumps(drafts)]
+    more = {}
+    if door == "vllm":
+        options += ["--distributed-executor-backend", "sipipe.Executor"]
+        more = {"module": VLLM, "forked": True}
+    if replicas > 1:
+        options += ["--data-parallel-size", str(replicas)]
+    with Server(path, tmp_path / "log", *options, **more) as server:
+
+        def ask(prompt, params):
+            return complete(server.address, prompt, {**params, "logprobs": 1})[0]
+
+        with ThreadPoolExecutor(16) as clients:
+            drawn = list(clients.map(ask, asked[0]["prompts"], asked[0]["params"]))
+        assert drawn == expected
+        assert metric(server.address, f"{ACCEPTED}_total") > 0

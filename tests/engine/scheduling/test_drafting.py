@@ -11,6 +11,7 @@ from sipipe.engine.scheduling.speculation import (
     KV_RESERVE,
     LEAST_WORTH,
     LENGTHS,
+    LOSS,
     MARGIN,
     UNKNOWN_PRICE,
     HeadSpeculation,
@@ -290,11 +291,15 @@ def with_head(*lengths, price=None, period=1.0, drafts=None, **options):
     return scheduler, HeadSpeculation(scheduler, told)
 
 
-def verify(speculation, number, **right):
-    """An iteration came back whose requests had three drafts each, so many of which were right."""
-    offered = {name: [1, 2, 3] for name in right}
-    names = [name for name in right for _ in range(4)]
-    drawn = [4 * place + row for place, name in enumerate(right) for row in range(1 + right[name])]
+def verify(speculation, number, *, offers=3, **right):
+    """An iteration came back whose requests had drafts, three each, so many of which were right."""
+    offered = {name: list(range(1, 1 + offers)) for name in right if offers}
+    names = [name for name in right for _ in range(1 + offers)]
+    drawn = [
+        (1 + offers) * place + row
+        for place, name in enumerate(right)
+        for row in range(1 + right[name])
+    ]
     tokens = Sampled(number, int32_bytes(drawn), int32_bytes([7] * len(drawn)))
     speculation.take(
         SimpleNamespace(
@@ -347,15 +352,32 @@ def test_a_head_makes_as_many_drafts_as_are_worth_it():
     assert steps(0.0, pass_seconds=2.0) == 0
 
 
-def test_what_is_worth_nothing_is_tried_again_now_and_then():
-    scheduler, speculation = with_head(0, 0, price=0.3)
+@pytest.mark.parametrize("price", [0.05, 0.1, 0.2, 0.3])
+def test_what_is_worth_nothing_is_tried_now_and_then_for_half_a_percent(price):
+    scheduler, speculation = with_head(0, 0, price=price)
     tried = 0
-    for number in range(3000):
+    cost = 0.0
+    for number in range(4000):
         speculation.fit()
         if scheduler.head_drafts.steps:
+            assert scheduler.head_drafts.steps == 1 or number < 1000
             tried += 1
-            verify(speculation, number, **{"0": 0, "1": 0})
-    assert 20 < tried < 150
+            cost += scheduler.tracker.worth * (number >= 1000)  # it has learnt by then
+            offers = scheduler.head_drafts.steps
+            verify(speculation, number, offers=offers, **{"0": 0, "1": 0})
+    assert tried > 10
+    assert cost / 3000 < 2 * LOSS
+
+
+def test_later_drafts_are_tried_again_too():
+    """The first is right all the time, the second was not once, and is now."""
+    scheduler, speculation = with_head(0, 0, price=0.1)
+    speculation._chances = [1.0, 0.2, 1.0]
+    for number in range(4000):
+        speculation.fit()
+        steps = scheduler.head_drafts.steps
+        verify(speculation, number, offers=steps, **dict.fromkeys("01", steps))
+    assert scheduler.head_drafts.steps == 3
 
 
 def test_chances_are_those_of_each_draft_behind_right_ones():

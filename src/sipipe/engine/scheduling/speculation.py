@@ -58,9 +58,10 @@ UNKNOWN_PRICE = 0.1
 LEAST_WORTH, MARGIN = 0.05, 1.25
 """How likely a draft has to be at least, and how much likelier than its price says: prices err."""
 _INT32 = 4
-DRIFT = 1e-3
-"""Part by which a draft's chance is believed to come nearer to 1 with each microbatch that has none:
-about one in thirty tries again where they are not worth it."""
+LOSS = 0.005
+"""Part of its time that an engine may lose by trying drafts again that were not worth it. A try that
+fails takes :data:`RATE` of a draft's chance, which is then about its price, and comes back in steps of
+``RATE * LOSS``: so tries are ``LOSS / price`` of the microbatches, and each costs the price."""
 RATE = 0.05
 """Weight of the last microbatch in how many tokens come of a request in a pass."""
 KV_RESERVE = 0.05
@@ -272,10 +273,11 @@ class HeadSpeculation(Speculation):
                 ids = DraftTokenIds(list(proposed), list(proposed.values()))
                 self._scheduler.update_draft_token_ids(ids)
         super()._fit()
-        most = self._worth_making()
+        # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
+        most = min(self._worth_making(), self._scheduler.head_drafts.steps + 1)
         self._scheduler.head_drafts.steps = most
-        if not most:  # they may have become worth more: new requests are others
-            self._chances = [right + DRIFT * (1.0 - right) for right in self._chances]
+        if most < len(self._chances):  # it may have become worth more: new requests are others
+            self._chances[most] = min(1.0, self._chances[most] + RATE * LOSS)
         for request in self._scheduler.running:
             request.spec_token_ids = request.spec_token_ids[: max(most, 1)]
         return True
