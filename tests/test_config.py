@@ -1,6 +1,7 @@
 """The settings: each key's allowed values, and one clear line for everything else."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -62,6 +63,14 @@ def test_round_trip_through_json():
     )
     assert config.microbatches == MicrobatchSettings(max_moves=2)
     assert SiPipeConfig.from_dict(SiPipeConfig().to_dict()) == SiPipeConfig()
+
+
+def test_settings_are_written_alike_in_every_process():
+    """Hosts compare them: one may have them from another of its processes, one from its options."""
+    config = SiPipeConfig.from_dict({"microbatches": {"kv_reserve": 0.02}})
+    for same in (SiPipeConfig(), pickle.loads(pickle.dumps(config))):
+        assert same == config
+        assert same.to_dict() == config.to_dict()
 
 
 def test_inflight_auto_is_stages_plus_one():

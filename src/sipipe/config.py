@@ -68,9 +68,7 @@ class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
 
 
-class MicrobatchSettings(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class MicrobatchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tunables of :class:`.SlotPolicy`. The defaults suit most deployments."""
 
     max_moves: Whole = 4
@@ -96,9 +94,7 @@ class MicrobatchSettings(
     new request is admitted while less is free and something else runs."""
 
 
-class HostSettings(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Stages on several hosts: what ``--nnodes``, ``--master-addr`` and ``--master-port`` set."""
 
     count: Count = 1
