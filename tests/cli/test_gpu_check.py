@@ -1,6 +1,7 @@
 """``sipipe gpu-check`` where there is no GPU: what needs none runs, the rest is skipped by name."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +9,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.make_model.checkpoint import make_model  # noqa: E402
+from tests.ipc.link.conftest import HERE, free_port  # noqa: E402
 
 from sipipe import cli  # noqa: E402
 from sipipe.cli import gpu_check  # noqa: E402
 from sipipe.errors import SiPipeError  # noqa: E402
+from sipipe.tools import link_trials  # noqa: E402
 from sipipe.tools.load import SAMPLING, Job  # noqa: E402
 
+INPUT = "--random-input-len"
 SERVERS = {name: step for name, step in gpu_check.STEPS.items() if "load" in step}
-KEYS = {"gpus", "load", "row", "pp", "tp", "draw", "plain", "like", "trace"}
+KEYS = {"gpus", "load", "row", "pp", "tp", "draw", "plain", "like", "trace", "small", "links"}
 
 
 def check(tmp_path, steps, *more):
@@ -35,7 +39,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
 
 def test_a_step_that_is_not_there_is_named(capsys):
     assert cli.main(["gpu-check", "--steps", "versions,three"]) == 2
-    assert '--steps "three" is none of versions, stock' in capsys.readouterr().err
+    assert '--steps "three" is none of versions, links, stock' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "."])
@@ -64,7 +68,8 @@ def test_the_table_is_sound():
         seen.append(name)
     assert set(gpu_check.TABLE) == {"load", "steps"}
     for load in gpu_check.TABLE["load"].values():
-        assert {way for way, *_ in load["loads"]} <= set(SAMPLING)
+        for sent in (load, load.get("small", load)):
+            assert {way for way, *_ in sent["loads"]} <= set(SAMPLING)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
@@ -151,6 +156,78 @@ def test_a_load_without_answers_is_a_finding(tmp_path, monkeypatch):
     assert (status, line["found"]) == (0, {"runs": {}})
 
 
+def test_stages_are_beside_as_many_of_stocks_with_long_prompts_and_open_arrivals():
+    for count in (2, 4, 8):
+        own = SimpleNamespace(model="M", pp=8, tp=1)
+        ours, stocks = (
+            gpu_check._server(gpu_check.STEPS[name], own, 8, "/trace")
+            for name in (f"stages-{count}", f"stages-{count}-stock")
+        )
+        sent = ours["load"] + ours["loads"]
+        assert sent == stocks["load"] + stocks["loads"]
+        lengths = [word for word, before in zip(sent[1:], sent, strict=False) if before == INPUT]
+        assert lengths[-1] == "512", "the last one holds"
+        assert {bool(rate) for *_, rate in ours["loads"]} == {False, True}
+        assert gpu_check.STEPS[f"stages-{count}"]["gpus"] == count
+
+
+@pytest.mark.ci
+def test_links_are_tried_without_a_gpu_too(tmp_path):
+    status, (line,) = check(tmp_path, "links", "--without-gpu")
+    assert status == 0, line
+    found = line["found"]
+    assert found["buffer"] == 512 * 4096 * 2 * 2
+    assert {pair: set(kinds) for pair, kinds in found["links"].items()} == {
+        "0-1": {"shm"},
+        "1-0": {"shm"},
+    }
+    for kinds in found["links"].values():
+        assert kinds["shm"]["passed"]
+        assert kinds["shm"]["ms"] > 0
+
+
+def test_a_pair_that_no_transport_joins_is_a_failure(tmp_path, monkeypatch):
+    refused = {"failed": "CUDA refuses it", "hangs": False}
+    passed = {"passed": True, "ms": 0.5}
+    links = {
+        "0-1": {"cuda_ipc": refused, "shm": refused},
+        "1-0": {"cuda_ipc": refused, "shm": passed},
+    }
+    monkeypatch.setattr(gpu_check, "measured", lambda *_, **__: {"links": links})
+    status, (line,) = check(tmp_path, "links", "--without-gpu")
+    assert (status, line["failed"]) == (1, "no transport joins 0-1")
+    assert line["found"]["links"] == links
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "--nnodes needs --steps links"),
+        (["--steps", "links", "--nnodes", "3"], "--nnodes is 2 at most"),
+        (["--steps", "links", "--nnodes", "2"], "--nnodes 2 needs --master-addr"),
+    ],
+)
+def test_two_hosts_are_for_links_and_need_an_address(capsys, options, says):
+    assert cli.main(["gpu-check", "--without-gpu", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.ci
+def test_links_between_two_hosts_are_tried_from_both(monkeypatch):
+    """In two threads here, on loopback."""
+    monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
+    monkeypatch.setattr(link_trials, "nixl_reach", lambda: "")
+    port = free_port(HERE)
+
+    def end(rank):
+        return link_trials.run(link_trials.Job(nnodes=2, node_rank=rank, address=HERE, port=port))
+
+    with ThreadPoolExecutor(2) as pool:
+        receives, sends = pool.map(end, range(2))
+    assert receives["links"] == {"host 1-0": {"zeromq": {"passed": True}}}
+    assert sends["links"]["host 1-0"]["zeromq"]["ms"] > 0
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
@@ -160,9 +237,13 @@ def test_it_runs_through_without_a_gpu(tmp_path, models):
     status, lines = check(tmp_path, ",".join(gpu_check.STEPS), "--without-gpu", str(path))
     assert status == 0, [line for line in lines if "failed" in line]
     ran = {line["step"]: line["found"] for line in lines if "found" in line}
-    assert set(ran) == {"versions", "stock", "one", "one-plain", "two", "two-off"}
+    small = {"stock", "one", "one-plain", "two", "two-off"}
+    arrivals = {"stages-2-stock", "stages-2"}
+    assert set(ran) == {"versions", "links"} | small | arrivals
     skipped = {line["skipped"] for line in lines if line["step"] not in ran}
     assert skipped == {"no CUDA"}
-    for name in ("stock", "one", "one-plain", "two", "two-off"):
+    for name in arrivals:
+        assert set(ran[name]["runs"]) == {"chat 8", "chat 6 rate=4"}
+    for name in small:
         assert len(ran[name]["answers"]) == 16
         assert set(ran[name]["runs"]) == {"greedy 16", "all 16"}

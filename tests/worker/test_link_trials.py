@@ -28,6 +28,7 @@ from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.messages.link import LinkEndpoint, LinkTrial, transports
 from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.start_records import StageDescription
+from sipipe.tools import link_trials
 from sipipe.worker.links import LinkEnds, Links
 
 HAND_OVER = 60  # seconds; a bug in the test itself
@@ -176,6 +177,24 @@ def test_a_link_between_hosts_is_tried_from_gpu_to_gpu(pipeline, monkeypatch, se
     assert not any(report.failure for ends in reports for report in ends), reports
     is_clean(made.machine)
     made.carry()
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "shm"])
+def test_gpu_check_tries_a_pair_of_gpus(pipeline, kind):
+    machine = pipeline().machine
+    link = LinkEndpoint(kind=kind, buffer_tokens=6, device="cuda", stall_timeout=HAND_OVER)
+    order = LinkTrial(pair=(0, 1), endpoint=link, tensors=SCHEMA.encode(), seconds=HAND_OVER)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def try_end(rank):
+        machine.device = rank
+        return link_trials.try_end(order, rank, ends[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        sent, came = pool.map(try_end, range(2))
+    assert sent["passed"], sent
+    assert came["passed"], came
+    is_clean(machine)
 
 
 def test_a_stage_may_not_see_the_next_ones_gpu(pipeline, monkeypatch):

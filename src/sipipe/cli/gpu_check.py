@@ -55,11 +55,17 @@ def main(argv: Sequence[str]) -> int:
     add("--steps", str, ",".join(STEPS), "LIST", "default: all")
     add("--pp", count, None, "N", "stages of the large model (default: a GPU each)")
     add("--tp", count, 1, "N", "ranks of its stages (default: 1)")
+    add("--nnodes", count, 1, "N", "2: the step links tries those between two hosts (default: 1)")
+    add("--node-rank", at_least(0, int), 0, "N", "0 on the host of --master-addr, 1 on the other")
+    add("--master-addr", str, "", "ADDRESS", "host 0's address, on both hosts")
+    add("--master-port", count, 29501, "PORT", "the first of three ports there (default: 29501)")
     parser.add_argument("--without-gpu", action="store_true", help="what needs none, on CPUs")
     args = parser.parse_args(argv)
     wrong = [name for name in args.steps.split(",") if name not in STEPS]
     if wrong:
         raise ConfigError(f'gpu-check: --steps "{wrong[0]}" is none of {", ".join(STEPS)}')
+    if args.nnodes > 1:
+        _check_hosts(args)
     require_vllm()
     import torch
 
@@ -80,13 +86,27 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(fine) else 1
 
 
+def _check_hosts(args: argparse.Namespace) -> None:
+    """Refuse what does not fit two hosts. Raises ConfigError, which names the option."""
+    if args.steps != "links":
+        raise ConfigError(
+            "gpu-check: --nnodes needs --steps links: the other steps run on one host"
+        )
+    if args.nnodes > 2 or args.node_rank > 1:
+        raise ConfigError("gpu-check: --nnodes is 2 at most, and --node-rank 0 or 1")
+    if not args.master_addr:
+        raise ConfigError(
+            "gpu-check: --nnodes 2 needs --master-addr, host 0's address, on both hosts"
+        )
+
+
 def _step(name: str, args: argparse.Namespace, gpus: int) -> bool:
     """Run the step ``name`` and append its line to the file; True if nothing was wrong."""
     step = STEPS[name]
     began = time.monotonic()
     line = {"step": name, "model": args.model}
     line["at"] = time.strftime("%F %T")
-    least = step.get("gpus", 0)
+    least = 0 if step.get("small") and not gpus else step.get("gpus", 0)
     if gpus < least:
         line["skipped"] = f"needs {least} GPUs, {gpus} visible" if gpus else "no CUDA"
     else:
@@ -104,6 +124,8 @@ def _step(name: str, args: argparse.Namespace, gpus: int) -> bool:
 
 def _result(name: str, step: Options, args: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """Run a step; returns the entries of its line that say what came of it."""
+    if "links" in step:
+        return _tried_links(name, args)
     if "load" not in step:
         command = (sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
         doctor = output(*command, failing=True)
@@ -131,6 +153,26 @@ def _result(name: str, step: Options, args: argparse.Namespace, gpus: int) -> di
     return result
 
 
+def _tried_links(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Try links; returns the entries of the step's line. A pair that no transport joins has failed."""
+    job = {
+        "nnodes": args.nnodes,
+        "node_rank": args.node_rank,
+        "address": args.master_addr,
+        "port": args.master_port,
+    }
+    measurement = measured(name, job, "sipipe.tools.link_trials", timeout=SECONDS)
+    result: dict[str, Any] = {"found": measurement}
+    apart = [
+        pair
+        for pair, transports in measurement["links"].items()
+        if all("failed" in finding for finding in transports.values())
+    ]
+    if apart:
+        result["failed"] = f"no transport joins {', '.join(apart)}"
+    return result
+
+
 def _answers_of(step: str, args: argparse.Namespace) -> Any:
     """The last answers of another step with the same model, in the file; None: there are none."""
     answers = [
@@ -151,6 +193,8 @@ def _lines(out: Path) -> list[dict[str, Any]]:
 def _server(step: Options, args: argparse.Namespace, gpus: int, trace: str) -> dict[str, Any]:
     """The entries of :class:`sipipe.tools.load.Job` for a step: its server and its load."""
     load = TABLE["load"][step["load"]]
+    if step.get("small") and not gpus:
+        load = load["small"]
     row = shlex.split(step["row"])
     p = step.get("pp", args.pp)
     t = step.get("tp", args.tp)
