@@ -102,6 +102,7 @@ def _within_host(device: DeviceKind) -> dict[str, Findings]:
             for kind in transports("auto", device)
         }
     for pipe in pipes:
+        # wait: none: the pipe has room; the process, or its end
         pipe.send(None)
     return links
 
@@ -122,6 +123,7 @@ def _try_pair(
         pair, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True
     ):
         with end:
+            # wait: none: the pipe has room; the process, or its end
             pipes[gpu].send((trial, end))
     # wait: 15 s (`SECONDS`) and 5 s for closing; the processes, or their end
     return _joined([pipes[gpu].recv() for gpu in pair])
@@ -134,6 +136,7 @@ def _serve_gpu(gpu: int, device: DeviceKind, orders: Connection) -> None:
     # wait: none, between trials; the process that orders them, or its end
     while (order := orders.recv()) is not None:
         trial, sock = order
+        # wait: none: the pipe has room; the process that orders trials, or its end
         orders.send(try_end(trial, gpu, sock))
     os._exit(0)  # not by threads and memory of links that hang
 
