@@ -94,14 +94,8 @@ class Executor(VllmExecutor):
         require_vllm()
         leave_out_what_is_wrong(engine=True)
         drain_though_paused()
-        self._placement: object = None
+        self._placement = self._place_by_ray()
         """Ray's placement, whose actors live as long as it does; None without Ray."""
-        if self.parallel_config.placement_group is not None:
-            from sipipe.engine.hosts.ray_placement import place
-
-            placement = place(self.vllm_config)
-            placement.start(self.vllm_config)
-            self._placement = placement
         self._setup = decide(self.vllm_config)
         if self._setup.vllm_config.announced:
             # Where vLLM has forked this process, it has the filters already.
@@ -131,6 +125,17 @@ class Executor(VllmExecutor):
             self.shutdown()
             raise
         set_torch_threads_for_runtime()
+
+    def _place_by_ray(self) -> object:
+        """Have Ray place the workers, where the engine was given a placement group. Returns the
+        placement, or None. Raises as :func:`sipipe.engine.hosts.ray_placement.place`."""
+        if self.parallel_config.placement_group is None:
+            return None
+        from sipipe.engine.hosts.ray_placement import place
+
+        placement = place(self.vllm_config)
+        placement.start(self.vllm_config)
+        return placement
 
     def _log_setup(self) -> None:
         """Log how the engine is set up, unless SiPipe's command has printed it. That command runs for
@@ -248,6 +253,7 @@ class Executor(VllmExecutor):
         self._usable()
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once the engine fails, or now if it has failed."""
         if self._failure is not None and not self._closed:
             callback()
         else:

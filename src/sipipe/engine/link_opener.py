@@ -154,7 +154,8 @@ class LinkOpener:
             failed: dict[Pair, _Plan] = {}
             for pair, plan in waiting.items():
                 seconds = max(report.seconds for report in reports[pair])
-                if reason := _failure(reports[pair]):
+                reason = _failure(reports[pair])
+                if reason:
                     failed[pair] = self._next(pair, plan, reason)
                     continue
                 opened[pair] = plan.endpoint

@@ -76,11 +76,7 @@ class Pipeline:
         self._hosts: list[Host] = [*remotes, self._host]
         self._last: Host = remotes[-1] if remotes else self._host
         """The last stage's host, which has the samplers."""
-        workers = [
-            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks).name
-            for stage in range(setup.stages)
-            for rank in range(setup.ranks)
-        ]
+        workers = _worker_names(setup)
         self._bus = Bus(self._hosts)
         self.calls = Calls(self._bus, workers, self._clock.now)
         self._resolving = [
@@ -99,11 +95,8 @@ class Pipeline:
             fail=self.failed,
             show=partial(self.telemetry.live.set, Word.STALLED),
         )
-        seed = setup.vllm_config.model_config.seed or 0
-        # Each replica has a seed of its own, or two would draw the same for the same arrival.
-        replica = setup.vllm_config.parallel_config.data_parallel_index
         self._tracker = RequestTracker(
-            engine_seed=derive_seed(seed, f"replica {replica}") if replica else seed,
+            engine_seed=_engine_seed(setup),
             balancer=Balancer(max(1, self._samplers), vocab_size=setup.vocab_size),
         )
         self._head_drafts: HeadDrafts | None = None
@@ -198,6 +191,7 @@ class Pipeline:
     # ---- events of hosts: the events thread, and a thread for each other host --------------------
 
     def heard(self, name: str, message: Any) -> None:
+        """Hand a message of the child ``name`` to whoever waits for it."""
         match message:
             case Reply():
                 self.calls.reply(name, message)
@@ -224,7 +218,11 @@ class Pipeline:
                 raise AssertionError(f"{name} sent {message!r}")
 
     def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
+        """Admit the successor of sampler ``index``, whose tokens come by ``tokens``. It gets the
+        requests and the iterations that are not drawn yet, and does not draw for the request of
+        ``poison``, if there is one."""
         self._gather.replace(index, tokens)
+        # Nothing is published meanwhile: the snapshot is of one place in BIC-I's order.
         with self._bus.order:
             if poison is not None:
                 self._tracker.condemn(*poison)
@@ -240,3 +238,20 @@ class Pipeline:
 
     def turn(self) -> float:
         return self._stall.turn()
+
+
+def _worker_names(setup: Setup) -> list[str]:
+    """Names of all workers of the engine, by stage and rank."""
+    return [
+        StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks).name
+        for stage in range(setup.stages)
+        for rank in range(setup.ranks)
+    ]
+
+
+def _engine_seed(setup: Setup) -> int:
+    """The seed of requests that have none. Each replica has its own, or two would draw the same for the
+    same arrival."""
+    seed = setup.vllm_config.model_config.seed or 0
+    replica = setup.vllm_config.parallel_config.data_parallel_index
+    return derive_seed(seed, f"replica {replica}") if replica else seed

@@ -35,6 +35,7 @@ def decoder_of(vllm_config: VllmConfig) -> Decoder:
 
 
 def _decoder(vllm_config: VllmConfig) -> Decoder:
+    """The decoder, from the model's own configuration and vLLM's."""
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
     bonds = _bonds(vllm_config)
