@@ -143,6 +143,8 @@ HELPERS = (
     "engine/goldens.py",
     "engine/lives.py",
     "engine/servers.py",
+    "engine/session_clients.py",
+    "engine/shelf.py",
     "hosts.py",
 )
 """Files below tests/ that many tests rely on, which are held at zero, too."""

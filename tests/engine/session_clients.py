@@ -1,5 +1,8 @@
-"""Clients of streaming sessions against one engine; prints what each got, as JSON. Run by
-tests/engine/test_sessions.py in a process of its own: ``session_clients.py MODEL STAGES ADAPTER``."""
+"""Clients of streaming sessions against one engine.
+
+``session_clients.py MODEL STAGES ADAPTER`` prints what each client got, as JSON. It is run by
+tests/engine/test_sessions.py in a process of its own.
+"""
 
 import asyncio
 import json
@@ -15,9 +18,11 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 LENGTH = 64
+"""``--max-model-len``."""
 
 
 def turn(prompt: int, **parameters) -> StreamingInput:
+    """A client's turn of ``prompt`` tokens."""
     delta = RequestOutputKind.DELTA
     return StreamingInput(
         prompt=TokensPrompt(prompt_token_ids=[5 + i % 50 for i in range(prompt)]),
@@ -28,13 +33,14 @@ def turn(prompt: int, **parameters) -> StreamingInput:
 
 
 async def session(engine: AsyncLLM, name: str, *turns: StreamingInput) -> list:
-    """How each turn ended, and with how many tokens; last the error, if there was one."""
+    """Run a session. Returns the finish reason of each turn with its number of tokens, and last the
+    error, if there was one."""
     ends = []
     answered = asyncio.Queue()
 
     async def inputs() -> AsyncIterator[StreamingInput]:
-        for each in turns:
-            yield each
+        for next_turn in turns:
+            yield next_turn
             await answered.get()
 
     tokens = 0
@@ -52,9 +58,9 @@ async def session(engine: AsyncLLM, name: str, *turns: StreamingInput) -> list:
 
 
 async def paused(engine: AsyncLLM, name: str, seconds: float) -> list:
-    """A session amid which the engine is paused with abort, and resumed."""
-    turns = turn(10, max_tokens=40), turn(5, max_tokens=4)
-    client = asyncio.create_task(session(engine, name, *turns))
+    """The ends of a session amid which the engine is paused with abort, and resumed."""
+    turns = session(engine, name, turn(10, max_tokens=40), turn(5, max_tokens=4))
+    client = asyncio.create_task(turns)
     await asyncio.sleep(seconds)
     await engine.pause_generation(mode="abort")
     await engine.resume_generation()
@@ -64,9 +70,8 @@ async def paused(engine: AsyncLLM, name: str, seconds: float) -> list:
 async def texts(
     engine: AsyncLLM, name: str, amid: str = "", lora: LoRARequest | None = None
 ) -> list:
-    """Tokens of three turns, and of one plain request for each with all that was said before it.
-    ``amid``: what happens between the turns."""
-    said, drawn, plain = [], [], []
+    """Tokens of three turns, and of one plain request for each with all tokens before it. ``amid`` says
+    what happens between the turns."""
     answered = asyncio.Queue()
     prompts = [[5 + (place * 7 + length) % 90 for place in range(length)] for length in (9, 5, 12)]
     params = turn(1, max_tokens=6).sampling_params
@@ -86,6 +91,7 @@ async def texts(
                 await engine.pause_generation(mode="wait", clear_cache=True)
                 await engine.resume_generation()
 
+    drawn = []
     tokens = []
     async for output in engine.generate(inputs(), params, name, lora_request=lora):
         tokens += output.outputs[0].token_ids
@@ -93,24 +99,27 @@ async def texts(
             drawn.append(tokens)
             tokens = []
             await answered.put(None)
+    plain = []
+    history = []
     for number, prompt in enumerate(prompts):
-        said += prompt
-        whole = TokensPrompt(prompt_token_ids=list(said))
+        history += prompt
+        request = TokensPrompt(prompt_token_ids=list(history))
         tokens = []
-        async for output in engine.generate(whole, params, f"{name}p{number}", lora_request=lora):
+        async for output in engine.generate(request, params, f"{name}p{number}", lora_request=lora):
             tokens += output.outputs[0].token_ids
         plain.append(tokens)
-        said += tokens[:-1]
+        history += tokens[:-1]
     return [drawn, plain]
 
 
 async def silent(engine: AsyncLLM, count: int) -> list:
-    """A plain request beside ``count`` sessions whose clients say nothing for a while, and then go on."""
+    """The end of a plain request beside ``count`` sessions whose clients are silent for a while, and
+    the ends of the sessions' turns after they have gone on."""
     quiet = asyncio.Event()
     go_on = asyncio.Event()
     waiting = 0
 
-    async def one(name: str) -> list:
+    async def client(name: str) -> list:
         ends = []
 
         async def inputs() -> AsyncIterator[StreamingInput]:
@@ -120,27 +129,28 @@ async def silent(engine: AsyncLLM, count: int) -> list:
 
         nonlocal waiting
         async for output in engine.generate(inputs(), turn(1).sampling_params, name):
-            if reason := output.outputs[0].finish_reason:
-                ends.append(reason)
+            if output.outputs[0].finish_reason:
+                ends.append(output.outputs[0].finish_reason)
                 waiting += 1
                 if waiting == count:
                     quiet.set()
         return ends
 
-    sessions = [asyncio.create_task(one(f"quiet{number}")) for number in range(count)]
+    sessions = [asyncio.create_task(client(f"quiet{number}")) for number in range(count)]
     await quiet.wait()
-    alone = await asyncio.wait_for(plain_ends(engine, "beside", 20), 60)
+    plain = await asyncio.wait_for(plain_ends(engine, "beside", 20), 60)
     go_on.set()
-    return [alone, await asyncio.wait_for(asyncio.gather(*sessions), 120)]
+    return [plain, await asyncio.wait_for(asyncio.gather(*sessions), 120)]
 
 
 async def plain_ends(engine: AsyncLLM, name: str, prompt: int) -> str:
-    """How a plain request ended: its finish reason, or the error."""
+    """The end of a plain request: its finish reason, or the error."""
     request = turn(prompt, max_tokens=4)
     return await ending(engine, request.prompt, request.sampling_params, name)
 
 
 async def ending(engine: AsyncLLM, prompt, params, name: str) -> str:
+    """The end of a request: its finish reason, or the error."""
     reason = None
     try:
         async for output in engine.generate(prompt, params, name):
@@ -151,7 +161,7 @@ async def ending(engine: AsyncLLM, prompt, params, name: str) -> str:
 
 
 async def ready(engine: AsyncLLM, prompt: list[int], **changes) -> str:
-    """What a ready request gets, which vLLM does not look at."""
+    """The end of a request that vLLM does not look at, since it is ready for the engine."""
     params = SamplingParams(max_tokens=4)
     request = EngineCoreRequest(
         request_id=f"ready{len(prompt)}",
@@ -188,13 +198,14 @@ async def past_the_front_end(engine: AsyncLLM, prompt: list[int], pause: float) 
 async def twice(engine: AsyncLLM) -> list:
     """Two requests of one id at once, and one behind them."""
     params = turn(10, max_tokens=40)
-    both = [ending(engine, params.prompt, params.sampling_params, "same") for _ in range(2)]
-    first = await asyncio.gather(*both)
-    return [*first, await plain_ends(engine, "same", 10)]
+    pair = [ending(engine, params.prompt, params.sampling_params, "same") for _ in range(2)]
+    ends = await asyncio.gather(*pair)
+    return [*ends, await plain_ends(engine, "same", 10)]
 
 
 async def aborted_by_its_client(engine: AsyncLLM, name: str) -> list:
-    """A client that aborts its session and goes on to say things, and reads nothing meanwhile."""
+    """The ends that a client sees that aborts its session, sends more turns, and reads nothing
+    meanwhile; and the number of requests that the front end then has."""
 
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield turn(10, max_tokens=40)
@@ -207,8 +218,9 @@ async def aborted_by_its_client(engine: AsyncLLM, name: str) -> list:
     await engine.abort(name)
     for _ in range(20):
         await asyncio.sleep(0.01)
-    rest = [output.outputs[0].finish_reason async for output in outputs]
-    return [first.outputs[0].finish_reason, rest[-1], len(engine.output_processor.request_states)]
+    reasons = [output.outputs[0].finish_reason async for output in outputs]
+    left = len(engine.output_processor.request_states)
+    return [first.outputs[0].finish_reason, reasons[-1], left]
 
 
 async def main() -> None:

@@ -1,10 +1,12 @@
 """A KV connector of the tests: whole blocks of finished prompts lie on a shelf, a directory.
 
-Its transfers are asynchronous: a request waits until every worker has its blocks, and blocks are
-held until every worker has put them there. A block of which another stage's part is not there yet is
-damaged. It fails where its calls come in another order, or in
-another thread, than vLLM's interface says. ``fails``: every so manieth block that it loads is said
-to be damaged. ``slow``: seconds until a transfer is made.
+Its transfers are asynchronous. A request waits until every worker has its blocks, and blocks are held
+until every worker has put them on the shelf. A block of which another stage's part is not there yet is
+damaged. An assertion fails where calls come in another order, or in another thread, than vLLM's
+interface says.
+
+Its extra configuration has the ``directory``; ``fails``, n to report every n-th block that it loads as
+damaged, 0 for none; and ``slow``, the seconds until a transfer is made.
 """
 
 import hashlib
@@ -26,42 +28,61 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 def name_of(tokens):
-    """Of the block that ends with the last of a prompt's ``tokens``."""
+    """The name of the block that ends with the last of a prompt's ``tokens``."""
     return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
 
 def put(file, block):
-    """Nobody sees half of it."""
-    torch.save(block, new := file.with_name(f"{file.name}.{os.getpid()}.new"))
+    """Write ``block`` to ``file``, of which nobody sees half."""
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")
+    torch.save(block, new)
     os.replace(new, file)
 
 
 @dataclass
 class Moves(KVConnectorMetadata):
-    """What to load and to store: request, names of blocks, their numbers."""
+    """Transfers of one iteration, each with the request, the names of its blocks and their numbers."""
 
     loads: list = field(default_factory=list)
     stores: list = field(default_factory=list)
 
 
 class Shelf(KVConnectorBase_V1):
+    """The connector, on the scheduler's side or a worker's."""
+
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.block = vllm_config.cache_config.block_size
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.directory, self.fails = Path(extra["directory"]), extra.get("fails", 0)
-        self.wanted, self.tried, self.moves = {}, set(), Moves()
+        self.directory = Path(extra["directory"])
+        # The scheduler's side.
+        self.wanted = {}
+        """Names of the blocks that a request is to load, by request."""
+        self.tried = set()
+        """Requests whose blocks have been loaded once."""
+        self.moves = Moves()
+        """Transfers of the next iteration."""
         if role is KVConnectorRole.WORKER:
             self.engine_id = vllm_config.kv_transfer_config.engine_id
             (self.directory / f"engine-{self.engine_id}").touch()
-            self.caches, self.state, self.thread = {}, "clear", None
+            self.caches = {}
+            self.state = "clear"
+            """Name of the call of an iteration that came last (:meth:`step`)."""
+            self.thread = None
             self.rank = f"rank{get_tensor_model_parallel_rank()}"
-            self.sent, self.received, self.damaged = set(), set(), set()
+            self.sent = set()
+            self.received = set()
+            self.damaged = set()
+            self.fails = extra.get("fails", 0)
             self.counted = itertools.count(1)
-            self.slow, self.loads, self.stores = extra.get("slow", 0), deque(), deque()
+            """Numbers of the blocks that are loaded."""
+            self.slow = extra.get("slow", 0)
+            self.loads = deque()
+            self.stores = deque()
+            """Transfers that wait, each with the time when it is made; so in ``loads``."""
 
     def names(self, tokens):
-        """Of the blocks that the tokens fill."""
+        """The names of the blocks that the tokens fill."""
         full = range(self.block, len(tokens) + 1, self.block)
         return [name_of(tokens[:end]) for end in full]
 
@@ -69,12 +90,12 @@ class Shelf(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         names = self.names(list(request.prompt_token_ids[:-1]))
-        there = list(itertools.takewhile(lambda name: (self.directory / name).exists(), names))
-        found = len(there) * self.block - num_computed_tokens
-        if found <= 0 or request.request_id in self.tried:
+        stored = list(itertools.takewhile(lambda name: (self.directory / name).exists(), names))
+        matched = len(stored) * self.block - num_computed_tokens
+        if matched <= 0 or request.request_id in self.tried:
             return 0, False
-        self.wanted[request.request_id] = there[num_computed_tokens // self.block :]
-        return found, True
+        self.wanted[request.request_id] = stored[num_computed_tokens // self.block :]
+        return matched, True
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         if num_external_tokens:
@@ -84,7 +105,8 @@ class Shelf(KVConnectorBase_V1):
             self.moves.loads.append((request.request_id, names, ids[-len(names) :]))
 
     def build_connector_meta(self, scheduler_output):
-        moves, self.moves = self.moves, Moves()
+        moves = self.moves
+        self.moves = Moves()
         return moves
 
     def request_finished(self, request, block_ids):
@@ -102,12 +124,13 @@ class Shelf(KVConnectorBase_V1):
         thread = threading.current_thread()
         assert self.thread in (None, thread), (self.thread, thread)
         assert self.state in before, f"{after} after {self.state}"
-        self.thread, self.state = thread, after
+        self.thread = thread
+        self.state = after
 
-    def due(self, waiting, asked):
-        """Of what was asked now or earlier, what is made now."""
+    def due(self, waiting, moves):
+        """The transfers that are made now, of those that wait and of ``moves``, which are new."""
         now = time.monotonic()
-        waiting.extend((now + self.slow, *move) for move in asked)
+        waiting.extend((now + self.slow, *move) for move in moves)
         while waiting and waiting[0][0] <= now:
             yield waiting.popleft()[1:]
 
@@ -121,11 +144,12 @@ class Shelf(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context, **_):
         self.step({"bound"}, "loading")
-        asked = self._get_connector_metadata().loads
-        for request, names, ids in self.due(self.loads, asked):
+        moves = self._get_connector_metadata().loads
+        for request, names, ids in self.due(self.loads, moves):
             for name, block in zip(names, ids, strict=True):
                 for layer, cache in self.caches.items():
-                    if (part := self.directory / name / (layer + self.rank)).exists():
+                    part = self.directory / name / (layer + self.rank)
+                    if part.exists():
                         cache[block] = torch.load(part)
                     else:
                         self.damaged.add(block)
@@ -141,8 +165,8 @@ class Shelf(KVConnectorBase_V1):
 
     def wait_for_save(self):
         self.step({"loading"}, "saved")
-        asked = self._get_connector_metadata().stores
-        for request, names, ids in self.due(self.stores, asked):
+        moves = self._get_connector_metadata().stores
+        for request, names, ids in self.due(self.stores, moves):
             for name, block in zip(names, ids, strict=True):
                 (self.directory / name).mkdir(exist_ok=True)
                 for layer, cache in self.caches.items():
@@ -150,15 +174,18 @@ class Shelf(KVConnectorBase_V1):
             self.sent.add(request)
 
     def get_finished(self, finished_req_ids):
-        self.step({"saved"}, "told")
-        said = self.sent, self.received
-        self.sent, self.received = set(), set()
-        return said
+        self.step({"saved"}, "reported")
+        sent = self.sent
+        received = self.received
+        self.sent = set()
+        self.received = set()
+        return sent, received
 
     def get_block_ids_with_load_errors(self):
-        said, self.damaged = self.damaged, set()
-        return said
+        damaged = self.damaged
+        self.damaged = set()
+        return damaged
 
     def clear_connector_metadata(self):
-        self.step({"told"}, "clear")
+        self.step({"reported"}, "clear")
         super().clear_connector_metadata()
