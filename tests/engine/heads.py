@@ -126,7 +126,8 @@ def _hands_on(config: dict, prefix: str) -> dict:
     """An attention that looks at its own position, and hands on as much of the token's embedding, the
     first of its two inputs, as its values hold: a token is like itself more than like others."""
     hidden = config["hidden_size"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"]
     width = config.get("head_dim") or hidden // heads
     part = torch.cat(
         (torch.eye(groups * width, hidden), torch.zeros(groups * width, hidden)), dim=1

@@ -45,9 +45,10 @@ BOUND = 60.0  # seconds; of a machine at its worst
     ],
 )
 def test_stages_follow_one_another(stages, hosts, counts):
-    found = stages_of_hosts(stages, HostSettings(**hosts))
-    assert [len(here) for here in found] == counts
-    assert [stage for here in found for stage in here] == list(range(stages))
+    stages_by_host = stages_of_hosts(stages, HostSettings(**hosts))
+    assert [len(host_stages) for host_stages in stages_by_host] == counts
+    in_order = [stage for host_stages in stages_by_host for stage in host_stages]
+    assert in_order == list(range(stages))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_ports_are_looked_at_before_a_model_is_loaded():
 
 
 def test_a_main_host_that_its_own_name_takes_to_itself_is_refused(monkeypatch):
-    """As Debian's installer writes it into /etc/hosts."""
+    """Debian's installer writes such a name into /etc/hosts."""
     monkeypatch.setenv("SIPIPE_SECRET", SECRET)
     monkeypatch.setattr(tcp, "_look_up", lambda _: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"--master-addr node0 is 127\.0\.1\.1 on this host"):
@@ -122,8 +123,8 @@ def test_a_main_host_that_its_own_name_takes_to_itself_is_refused(monkeypatch):
 
 
 def test_flags_and_a_share_of_stages_go_together():
-    given = {"sipipe": {"hosts": {"stages": [3, 1]}, "samplers": 2}}
-    args = SimpleNamespace(distributed_executor_backend=None, additional_config=given)
+    additional = {"sipipe": {"hosts": {"stages": [3, 1]}, "samplers": 2}}
+    args = SimpleNamespace(distributed_executor_backend=None, additional_config=additional)
     use_sipipe(args, {"hosts": {"count": 2, "address": "a"}})
     assert args.additional_config["sipipe"] == {
         "hosts": {"count": 2, "address": "a", "stages": [3, 1]},
@@ -133,12 +134,13 @@ def test_flags_and_a_share_of_stages_go_together():
 
 @contextmanager
 def meeting(monkeypatch, theirs=None, lost=False):
-    """A main host and one that meets it: the main host's side, and what the host's comes to.
-    ``lost``: it has come before, and died before it was looked at."""
+    """A main host's side of a meeting, and the future of what the other host's side comes to.
+    ``theirs`` are the other host's values. With ``lost``, another process of that host has come before,
+    and has died before it was looked at."""
     monkeypatch.setenv("SIPIPE_SECRET", SECRET)
-    said = {"SiPipe": "1", "--dtype": "float32"}
-    monkeypatch.setattr(remote, "agreed", lambda _: said)
-    monkeypatch.setattr(agent, "agreed", lambda _: theirs or said)
+    values = {"SiPipe": "1", "--dtype": "float32"}
+    monkeypatch.setattr(remote, "agreed", lambda _: values)
+    monkeypatch.setattr(agent, "agreed", lambda _: theirs or values)
     port = free_port()
     config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2, port=port))
     cores = SimpleNamespace(samplers=[[0], [1]])
@@ -183,10 +185,13 @@ def test_a_host_that_dies_while_others_are_awaited_may_come_again(monkeypatch):
 
 def test_what_is_forwarded_last_needs_no_figures():
     """A sampler's end, read when the page of figures has been closed."""
-    figures, ended = object.__new__(Figures), object.__new__(agent.Agent)
-    figures._page, figures._here = LivePage.create(PageHeader(stages=2, samplers=1)), []
-    figures._here.append(("sampler", 0, 0))
-    ended._figures, ended._telling, sent = figures, threading.Lock(), []
+    figures = object.__new__(Figures)
+    figures._page = LivePage.create(PageHeader(stages=2, samplers=1))
+    figures._here = [("sampler", 0, 0)]
+    ended = object.__new__(agent.Agent)
+    ended._figures = figures
+    ended._telling = threading.Lock()
+    sent = []
     ended._send = sent.append
     for open_, count in ((True, 1), (False, 1)):
         ours, theirs = socket.socketpair()

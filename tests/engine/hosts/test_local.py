@@ -1,4 +1,4 @@
-"""Where the memory of one host's channels lies."""
+"""NUMA nodes of the memory of one host's channels."""
 
 import os
 from contextlib import ExitStack
@@ -12,15 +12,17 @@ from sipipe.messages.hosts import MakeLogits
 def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
     """The kernel takes memory from the NUMA node of whoever asks for it first: BIC-L is asked for
     as a whole when it is made, from the cores of the last stage's workers."""
-    before, asked = os.sched_getaffinity(0), []
+    before = os.sched_getaffinity(0)
+    affinities = []
 
     def channel(*_, **__):
-        asked.append(os.sched_getaffinity(0))
+        affinities.append(os.sched_getaffinity(0))
         return SimpleNamespace(close=None, endpoint="there")
 
     monkeypatch.setattr(host, "LogitsChannel", channel)
     made = object.__new__(LocalHost)
-    made._closing, made._samplers = ExitStack(), SimpleNamespace(names=["sampler0"])
+    made._closing = ExitStack()
+    made._samplers = SimpleNamespace(names=["sampler0"])
     for workers, where in (
         ((((),), ((max(before),),)), {max(before)}),
         ((((max(before),),), ((),)), before),
@@ -32,5 +34,5 @@ def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
             config=SimpleNamespace(start_timeout=1.0),
         )
         assert made.do(MakeLogits(None)) == "there"
-        assert asked.pop() == where
+        assert affinities.pop() == where
         assert os.sched_getaffinity(0) == before

@@ -38,13 +38,13 @@ def ray(cluster):
     joins += [[f"--address={first.address}:6379", f"--node-ip-address={second.address}"]]
     for host, join in zip(cluster.hosts, joins, strict=True):
         # A /tmp/ray of its own, for this host's processes to come as well.
-        own = "mkdir -p /tmp/ray && (mountpoint -q /tmp/ray || mount -t tmpfs none /tmp/ray)"
-        host.start(["sh", "-c", own]).communicate(timeout=START)
+        mount = "mkdir -p /tmp/ray && (mountpoint -q /tmp/ray || mount -t tmpfs none /tmp/ray)"
+        host.start(["sh", "-c", mount]).communicate(timeout=START)
         start = host.start(
             [*RAY, *join], env=engine_environment(), stdout=-1, stderr=subprocess.STDOUT, text=True
         )
-        said, _ = start.communicate(timeout=START)
-        assert start.returncode == 0, said
+        output, _ = start.communicate(timeout=START)
+        assert start.returncode == 0, output
     yield [{process.pid for process in host.processes()} for host in cluster.hosts]
     for host in cluster.hosts:
         host.cable("up")
@@ -75,19 +75,19 @@ class Placed(Served):
 
 
 RAYS = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""What a raylet starts when it likes."""
+"""Beginnings of the names of processes that a raylet starts when it likes."""
 
 
 def left_beside(ray, host, seconds) -> list[str]:
     """Command lines of processes that are not Ray's own."""
 
     def strangers():
-        found = []
+        processes = []
         for process in host.processes():
             with contextlib.suppress(psutil.Error):
                 if process.pid not in ray and not process.name().startswith(RAYS):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     psutil.wait_procs(strangers(), timeout=seconds)
     named = []
@@ -101,10 +101,10 @@ def test_a_ray_cluster_gives_stocks_tokens(cluster, ray, models, tmp_path):
     served = Placed(cluster, ray, model(models), tmp_path, "-pp", "2", "-tp", "2")
     served.wait_served()
     assert_stock(served.run(mixed_batches()), model(models), mixed_batches())
-    said = served.log(0)
-    assert "host 1 of 2: stage 1 and the samplers" in said
-    assert "links: zeromq" in said
-    assert "Ray has no token (RAY_AUTH_MODE=token)" in said
+    log = served.log(0)
+    assert "host 1 of 2: stage 1 and the samplers" in log
+    assert "links: zeromq" in log
+    assert "Ray has no token (RAY_AUTH_MODE=token)" in log
     served.end()
 
 
@@ -159,19 +159,20 @@ print("SAID" + json.dumps(ray.get(engine.run.remote())))
 
 def test_an_engine_in_python_is_placed_by_its_group(cluster, ray, models, tmp_path):
     addresses = [host.address for host in cluster.hosts]
-    asked = json.dumps([str(model(models)), mixed_batches(), SETTINGS, addresses])
+    arguments = json.dumps([str(model(models)), mixed_batches(), SETTINGS, addresses])
     log = tmp_path / "log"
     with log.open("w") as out:
         program = cluster.hosts[0].start(
-            [sys.executable, "-c", IN_A_GROUP, asked],
+            [sys.executable, "-c", IN_A_GROUP, arguments],
             env=engine_environment(), stdout=out, stderr=out,
         )  # fmt: skip
         program.wait(START)
-    said = log.read_text()
-    line = next((it for it in said.splitlines() if it.startswith("SAID")), None)
-    assert line, said[-5000:]
-    assert_stock(answers(json.loads(line.removeprefix("SAID"))), model(models), mixed_batches())
-    assert "host 1 of 2: stage 1 and the samplers" in said
+    text = log.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("SAID")]
+    assert lines, text[-5000:]
+    results = answers(json.loads(lines[0].removeprefix("SAID")))
+    assert_stock(results, model(models), mixed_batches())
+    assert "host 1 of 2: stage 1 and the samplers" in text
     for host, its in zip(cluster.hosts, ray, strict=True):
         assert not left_beside(its, host, NOTICED)
 
@@ -235,21 +236,22 @@ def test_ray_serve_deploys_an_engine_and_replaces_it(cluster, ray, models, tmp_p
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: see CONTRIBUTING.md")
     path = model(models)
     addresses = [host.address for host in cluster.hosts]
-    asked, log = tmp_path / "asked.json", tmp_path / "log"
-    asked.write_text(json.dumps(mixed_batches()))
+    batches = tmp_path / "batches.json"
+    log = tmp_path / "log"
+    batches.write_text(json.dumps(mixed_batches()))
     arguments = json.dumps([str(path), SETTINGS, addresses])
 
     def answered() -> bool:
-        client = cluster.hosts[0].python(ASK_SERVE, str(asked), stderr=subprocess.DEVNULL)
-        said, _ = client.communicate(timeout=START)
+        client = cluster.hosts[0].python(ASK_SERVE, str(batches), stderr=subprocess.DEVNULL)
+        output, _ = client.communicate(timeout=START)
         if client.returncode:
             return False
-        assert_stock(answers(map(json.loads, said.splitlines())), path, mixed_batches())
+        assert_stock(answers(map(json.loads, output.splitlines())), path, mixed_batches())
         return True
 
-    def wait_for(what) -> None:
+    def wait_for(condition) -> None:
         deadline = time.monotonic() + START
-        while not what():
+        while not condition():
             assert time.monotonic() < deadline, log.read_text()[-5000:]
             assert program.poll() is None, log.read_text()[-5000:]
             time.sleep(0.5)

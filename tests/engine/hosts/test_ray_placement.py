@@ -51,9 +51,9 @@ def arranged(bundles, here, stages, ranks, indices=()):
     ],
 )
 def test_a_given_group_is_taken_node_after_node(nodes, here, stages, ranks, hosts):
-    found = arranged(group(nodes), here, stages, ranks)
-    assert found == hosts
-    assert list(found) == list(hosts)
+    bundles = arranged(group(nodes), here, stages, ranks)
+    assert bundles == hosts
+    assert list(bundles) == list(hosts)
 
 
 def test_a_bundle_of_our_own_is_a_stage():
@@ -244,29 +244,30 @@ def test_slices_of_gpus_are_counted_by_their_names(monkeypatch):
 def test_bundles_of_a_real_cluster():
     # Not tmp_path: its names are too long for Ray's sockets.
     with tempfile.TemporaryDirectory(prefix="ray") as directory:
-        said = placed(directory)
-    for found in (said["own"], said["port"], said["indices"]):
-        assert (found["nodes"][0], found["count"]) == (said["here"], 2), found
-    assert said["own"]["stages"] == said["own"]["claims"] == [1, 1]
-    assert said["own"]["port"] != said["port"]["port"] == 30100
-    assert said["port"]["encrypt_links"] is False
-    assert said["port"]["stages"] == said["indices"]["stages"] == [2, 2]
-    assert said["given"]["nodes"] == [said["here"]]
-    assert (said["given"]["count"], said["given"]["stages"]) == (1, [2])
-    assert "no room for a stage on this process's own node" in said["wrong"]
-    assert "-pp 8 -tp 1: the placement group has room for 2, 2 workers" in said["too many"]
-    assert "Ray had no room for" in said["no room"]
-    assert "without a placement group to choose from" in said["no group"]
-    pairs, halves = said["gpus"], said["halves"]
+        placements = placed(directory)
+    for placement in (placements["own"], placements["port"], placements["indices"]):
+        assert (placement["nodes"][0], placement["count"]) == (placements["here"], 2), placement
+    assert placements["own"]["stages"] == placements["own"]["claims"] == [1, 1]
+    assert placements["own"]["port"] != placements["port"]["port"] == 30100
+    assert placements["port"]["encrypt_links"] is False
+    assert placements["port"]["stages"] == placements["indices"]["stages"] == [2, 2]
+    assert placements["given"]["nodes"] == [placements["here"]]
+    assert (placements["given"]["count"], placements["given"]["stages"]) == (1, [2])
+    assert "no room for a stage on this process's own node" in placements["wrong"]
+    assert "-pp 8 -tp 1: the placement group has room for 2, 2 workers" in placements["too many"]
+    assert "Ray had no room for" in placements["no room"]
+    assert "without a placement group to choose from" in placements["no group"]
+    pairs = placements["gpus"]
+    halves = placements["halves"]
     assert (pairs["claims"], pairs["stages"], pairs["all"]) == ([1, 1], [1, 1], [["0", "1"]] * 2)
     assert pairs["devices"] == [0, 1]
-    assert not said["hidden"]
+    assert not placements["hidden"]
     assert (halves["claims"], halves["stages"], halves["all"]) == ([2, 2], [2, 2], [["2", "2"]] * 2)
     assert halves["devices"] == [2, 2]
 
 
 def placed(directory):
-    """What :data:`PLACES` says."""
+    """The placements that :data:`PLACES` prints."""
     done = subprocess.run(
         [sys.executable, "-c", PLACES],
         env=engine_environment() | {"RAY_TMPDIR": directory},
@@ -275,6 +276,6 @@ def placed(directory):
         timeout=120,
         check=False,
     )
-    line = next((it for it in done.stdout.splitlines() if it.startswith("SAID")), None)
-    assert line, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(line.removeprefix("SAID"))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("SAID"))

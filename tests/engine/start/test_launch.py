@@ -417,7 +417,7 @@ def test_a_server_that_is_started_again_does_not_need_who_read_its_log(model, mo
 def test_too_little_memory_is_said_before_the_start(model, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 20)
     with pytest.raises(
-        ResourceError, match=r"memory has 1\.0 MiB free, too little for .*BIC-I"
+        ResourceError, match=r"memory has 1\.0 MiB free, too little for .*iterations"
     ) as it:
         launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
     assert "--max-num-seqs" in str(it.value)
