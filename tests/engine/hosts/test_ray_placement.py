@@ -132,8 +132,8 @@ def test_more_than_one_gpu_in_a_given_bundle_is_refused():
     two = SimpleNamespace(bundle_specs=[{"CPU": 1.0}, {"GPU": 2.0}])
     with pytest.raises(ConfigError, match="bundle 1 of the placement group has 2 GPUs"):
         ray_placement._bundles(ray, two, "GPU", 1)
-    one = SimpleNamespace(bundle_specs=[{"CPU": 1.0}, {"GPU": 1.0}])
-    assert ray_placement._bundles(ray, one, "GPU", 1) == [Bundle(1, "A", 1)]
+    single = SimpleNamespace(bundle_specs=[{"CPU": 1.0}, {"GPU": 1.0}])
+    assert ray_placement._bundles(ray, single, "GPU", 1) == [Bundle(1, "A", 1)]
 
 
 PLACES = """
