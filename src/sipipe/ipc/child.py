@@ -1,7 +1,6 @@
 """Start of a process that ends with this one. The other side is :mod:`sipipe.ipc.parent`."""
 
 import atexit
-import multiprocessing.util
 import os
 import runpy
 import signal
@@ -13,6 +12,8 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
+
+from sipipe.ipc.exit_now import exit_now
 
 
 def start_child(
@@ -111,11 +112,7 @@ def fork(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        atexit._run_exitfuncs()
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        exit_now(status)
 
 
 def _forget_parent(descriptors: Collection[int]) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 
+from sipipe.ipc.exit_now import exit_now
 from sipipe.ipc.parent import Parent
 from sipipe.messages.start_records import SPARE
 
@@ -28,13 +29,22 @@ def load(dtype: str) -> None:
 # a fifth of a second. Nothing else runs in this process.
 sys.modules["scipy.linalg"] = None  # type: ignore[assignment]
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """Be a sampler; returns the exit status."""
     # Before what takes a second to import: a snapshot that is longer than the pipe is read at once.
     parent = Parent(int(sys.argv[1]))
-    if sys.argv[-1] == SPARE:
-        ahead = threading.Thread(target=load, args=sys.argv[3:4], daemon=True)
-        ahead.start()
-        ahead.join()  # wait: none, nobody waits for a spare; its end, SIGTERM
-    from sipipe.sampler.main import main
+    try:
+        if sys.argv[-1] == SPARE:
+            ahead = threading.Thread(target=load, args=sys.argv[3:4], daemon=True)
+            ahead.start()
+            ahead.join()  # wait: none, nobody waits for a spare; its end, SIGTERM
+        from sipipe.sampler.main import main
 
-    sys.exit(main(parent, *sys.argv[2:]))
+        return main(parent, *sys.argv[2:])
+    except SystemExit:
+        return 0  # told to end while it imports
+
+
+if __name__ == "__main__":
+    exit_now(run())

@@ -16,11 +16,8 @@ Relies on
 from __future__ import annotations
 
 import gc
-import multiprocessing.util
-import os
 import pickle
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -40,6 +37,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from sipipe.errors import DamagedError, WorkerDiedError
 from sipipe.gpu_slices import find_gpus_of_slices
 from sipipe.ipc.errors import ChannelClosed
+from sipipe.ipc.exit_now import exit_now, no_collections
 from sipipe.ipc.parent import Parent, end_with_parent_thread
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
@@ -82,13 +80,9 @@ def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socke
     finally:
         parent.let_end()
         if main is not None:
-            main.close()
-    # Everything is released. An interpreter with torch in it takes seconds to end, which vLLM's front
-    # end does not give it. What multiprocessing would still do is done here.
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+            with no_collections():
+                main.close()
+    exit_now(0)  # everything is released
 
 
 def _log_load(name: str, error: Exception) -> None:

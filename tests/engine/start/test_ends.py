@@ -1,15 +1,18 @@
 """vLLM's front ends say which process of an engine ended, how, and why."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.engine import async_llm, utils
+from vllm.v1.engine import async_llm, core, utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -66,6 +69,45 @@ def test_a_start_that_fails_names_process_and_cause(started, target, args, cause
         manager.finished_procs()
     assert isinstance(died.value, RuntimeError), "as vLLM's own is"
     assert died.value.status == status
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (2, 2), ("why", 1)])
+def test_the_end_of_an_engine_waits_for_nothing(started, monkeypatch, code, status):
+    """vLLM kills an engine that takes long, as for a thread that goes on."""
+
+    def end():
+        threading.Thread(target=threading.Event().wait).start()
+        raise SystemExit(code)
+
+    monkeypatch.setattr(ends, "_run_engine_core", end)
+    monkeypatch.setattr(core.EngineCoreProc, "__init__", core.EngineCoreProc.__init__)
+    monkeypatch.setattr(core.EngineCoreProc, "shutdown", core.EngineCoreProc.shutdown)
+    _, process = started(ends.run_engine)
+    process.join(60)
+    assert process.exitcode == status
+    process.kill()
+
+
+def test_the_shutdown_of_an_engine_goes_through_no_objects(started, monkeypatch):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    def shutdown(_engine):
+        cycle = weakref.ref(Cycle())
+        gc.collect()
+        raise SystemExit(3 if cycle() else 4)
+
+    monkeypatch.setattr(ends, "_run_engine_core", lambda: core.EngineCoreProc.shutdown(None))
+    monkeypatch.setattr(core.EngineCoreProc, "__init__", core.EngineCoreProc.__init__)
+    monkeypatch.setattr(core.EngineCoreProc, "shutdown", shutdown)
+    gc.disable()  # which might run just then by itself
+    try:
+        _, process = started(ends.run_engine)
+        process.join(60)
+    finally:
+        gc.enable()
+    assert process.exitcode == 3
 
 
 def test_an_engine_that_is_told_to_end_says_nothing(started):

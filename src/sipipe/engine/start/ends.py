@@ -18,6 +18,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sipipe.errors import EngineDiedError, tell
+from sipipe.ipc.exit_now import exit_now, no_collections
 from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
 from sipipe.ipc.starter import tied
 
@@ -72,12 +73,17 @@ def _leave_word_of(process: BaseProcess, when: str = "") -> None:
 
 def run_engine(*args: Any, **kwargs: Any) -> None:
     """vLLM's ``run_engine_core``, in the engine's process: whatever fails until the engine is ready,
-    also before it makes its executor, is one line and the cause that front ends name."""
+    also before it makes its executor, is one line and the cause that front ends name. An engine that
+    is told to end ends its process too, before vLLM has waited long enough to kill it."""
     from sipipe.engine.executor import one_cause
 
     engine = core.EngineCoreProc
     engine.__init__ = one_cause()(engine.__init__)
-    _run_engine_core(*args, **kwargs)
+    engine.shutdown = no_collections()(engine.shutdown)
+    try:
+        _run_engine_core(*args, **kwargs)
+    except SystemExit as end:
+        exit_now(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 def watch_ends() -> None:
