@@ -1,5 +1,6 @@
 """Process groups made in a worker share one gloo device, which only this host reaches."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sipipe.errors import ResourceError
 from sipipe.worker.hooks.world import one_gloo_device
 
 
@@ -45,3 +47,22 @@ def rank_main(rank, store):
 def test_groups_share_a_device(tmp_path):
     # Not spawned: each would import vLLM for eight seconds.
     mp.start_processes(rank_main, args=(str(tmp_path / "store"),), nprocs=2, start_method="fork")
+
+
+def disturbed_rank(rank, store):
+    words = "cannot connect to each other by gloo .*something else has connected to their ports"
+    with one_gloo_device(), pytest.raises(ResourceError, match=words) as raised:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=1),
+        )
+    assert "/gloo/" not in str(raised.value)
+
+
+def test_a_rank_that_nobody_connects_to_says_what_may_be_wrong(tmp_path):
+    mp.start_processes(
+        disturbed_rank, args=(str(tmp_path / "store"),), nprocs=1, start_method="fork"
+    )

@@ -12,6 +12,7 @@ device with a thread that wakes up a hundred times a second. Here they share one
 import fcntl
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,7 @@ from vllm.distributed.device_communicators.all_reduce_utils import gpu_p2p_acces
 from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized
 from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 
+from sipipe.errors import ResourceError
 from sipipe.messages.stage_place import StagePlace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -146,7 +148,22 @@ class _SharingGloo(ProcessGroupGloo):
         options._devices = _gloo_devices()
         for name, value in others.items():
             setattr(options, name, value)
-        super().__init__(store, rank, size, options)
+        try:
+            super().__init__(store, rank, size, options)
+        except RuntimeError as error:
+            # Rejected: another try. The other ranks may be connected, or wait for the whole timeout
+            # of the group, so that all of them would have to agree on it first.
+            raise ResourceError(
+                f"the ranks of a stage cannot connect to each other by gloo ({_reason(error)}): one has "
+                "ended, GLOO_SOCKET_IFNAME names a wrong interface, or something else has connected "
+                "to their ports; start again, and in a container with a network of its own if it "
+                "happens again"
+            ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """gloo's reason, without the place in gloo's source and without gloo's advice."""
+    return re.sub(r"\[/\S+\] |\. This is typically.*", "", str(error), flags=re.DOTALL)
 
 
 @functools.cache
