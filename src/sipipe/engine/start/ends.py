@@ -79,7 +79,7 @@ def run_engine(*args: Any, **kwargs: Any) -> None:
 
     engine = core.EngineCoreProc
     engine.__init__ = one_cause()(engine.__init__)
-    engine.shutdown = no_collections()(engine.shutdown)
+    core.EngineCoreProc.shutdown = no_collections()(engine.shutdown)
     try:
         _run_engine_core(*args, **kwargs)
     except SystemExit as end:
