@@ -334,6 +334,8 @@ class Machine:
         return any(first <= start < last for first, last in self.locked)
 
     def lock_pages(self, start: int, nbytes: int) -> None:
+        if not hasattr(self.local, "device"):  # it would make a context on GPU 0
+            self.foreign.append(threading.current_thread().name)
         self.locked.append((start, start + nbytes))
 
     def unlock_pages(self, start: int) -> None:

@@ -15,9 +15,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from tests.ipc.link import nixl_stand_in  # noqa: E402
+from tests.ipc.link.conftest import free_port  # noqa: E402
 from tests.ipc.link.wire import Wire  # noqa: E402
 
-from sipipe.ipc.link import zeromq  # noqa: E402
+from sipipe.ipc.link import nixl_agent, zeromq  # noqa: E402
 from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
 from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
@@ -113,7 +115,7 @@ def test_so_it_is_with_links_by_host_memory(monkeypatch, seed, kind):
     assert not run(monkeypatch, seed, kind=kind)
 
 
-@pytest.mark.parametrize("kind", BY_HOST)
+@pytest.mark.parametrize("kind", [*BY_HOST, "nixl"])
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("tokens", [2, 9], ids=["whole", "pieces"])
 def test_links_by_host_memory_wait_for_no_later_work(monkeypatch, seed, kind, tokens):
@@ -130,8 +132,16 @@ def wrong_while_stages_stand_still(monkeypatch, seed, kind, tokens):
     for stream in machine.own:
         stream.pace = (0,)
     monkeypatch.setattr(machine, "choose_pace", lambda: None)
-    port = 1 if kind == "zeromq" else 0
-    link = LinkEndpoint(kind=kind, buffer_tokens=2, device="cuda", port=port, stall_timeout=60)
+    monkeypatch.setattr(nixl_agent, "_load", lambda: nixl_stand_in.LIBRARY)
+    link = LinkEndpoint(
+        kind=kind,
+        buffer_tokens=2,
+        device="cuda",
+        address="127.0.0.1",
+        port=0 if kind == "shm" else 1,
+        data_port=free_port() if kind == "nixl" else 0,
+        stall_timeout=60,
+    )
     ends = [None, None]
     if kind == "shm":
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -11,6 +11,7 @@ import itertools
 import socket
 from types import SimpleNamespace
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 BindingError = type("nixlRemoteDisconnectError", (Exception,), {})
 
@@ -18,7 +19,7 @@ BindingError = type("nixlRemoteDisconnectError", (Exception,), {})
 class Agent:
     """As NIXL's ``nixl_agent``."""
 
-    all: ClassVar[dict[str, Agent]] = {}
+    all: ClassVar[WeakValueDictionary[str, Agent]] = WeakValueDictionary()
 
     def __init__(self, name, settings):
         assert not settings.enable_prog_thread

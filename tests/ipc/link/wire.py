@@ -21,6 +21,10 @@ class Wire:
         self.refused = self.ended = False
         self.out, self.back = (to_other, to_listener) if listens else (to_listener, to_other)
 
+    @property
+    def usable(self):
+        return not self.ended
+
     def wait_for_peer(self, timeout):
         return True
 

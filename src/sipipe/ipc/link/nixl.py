@@ -256,6 +256,7 @@ class NixlReceiving(ShmReceiving):
         """Frames in order, and at last what ended the link. At most ``depth`` frames are sent."""
         port = endpoint.data_port
         self._lost = lost
+        self._gpu = torch.cuda.current_device() if endpoint.by_host else None
         self._agent = NixlAgent(_name(endpoint), endpoint.address, tcp=bool(port), port=port)
         try:
             self._connection: Any = connect(endpoint, lost, listens=True)
@@ -290,12 +291,17 @@ class NixlReceiving(ShmReceiving):
     def close(self) -> None:
         self._thread.join()  # wait: none; the receiving thread, which `interrupt` has let go
         self._agent.close()
+        self._frame = None
+        self._came = queue.SimpleQueue()  # frames that nobody has taken hold memory
         super().close()
 
     # -- our thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
+            if self._gpu is not None:
+                # A new thread's is GPU 0: locking memory would make a context there.
+                torch.cuda.set_device(self._gpu)
             while True:
                 # The previous stage sends, dies, or `interrupt` ends it.
                 header = super().receive(_IDLE_SECONDS)

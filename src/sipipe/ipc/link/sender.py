@@ -84,6 +84,7 @@ class Sender:
         self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         name = f"sipipe-send-{endpoint.name}"
+        self._gpu = torch.cuda.current_device() if endpoint.by_host else None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -293,6 +294,9 @@ class Sender:
 
     def _run(self) -> None:
         try:
+            if self._gpu is not None:
+                # A new thread's is GPU 0: locking a buffer's memory would make a context there.
+                torch.cuda.set_device(self._gpu)
             while self._transmit_next():
                 with self._progress:
                     self._completed += 1
