@@ -76,7 +76,7 @@ class Server(contextlib.AbstractContextManager):
                     start_new_session=True,
                 )
         try:
-            wait_until(self._is_ready)
+            wait_until(self._is_ready, seconds=480)  # two ranks a stage, and a busy machine
         except BaseException:
             self.close()
             raise

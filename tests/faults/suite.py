@@ -15,10 +15,18 @@ import time
 from pathlib import Path
 from random import Random
 
-from tests.faults import bombs, clients, crowd, stock
+from tests.faults import (
+    bombs,
+    clients,
+    crowd,
+    replicas,
+    stock,
+    storage,
+    strangers,
+)
 from tests.faults.kinds import KINDS, scenario
 
-SERVED = (clients, bombs, crowd)
+SERVED = (clients, replicas, storage, strangers, bombs, crowd)
 """Kinds about whole servers, each with ``KINDS`` and ``run``."""
 SERVED_KINDS = [name for module in SERVED for name in module.KINDS]
 
