@@ -6,19 +6,20 @@ n sequences in k microbatches of b = n / k get a token each in one pipeline peri
 
 where s_i(b) is the time of stage i for b sequences and h(b) what is needed between the last stage
 and the first (sampling, scheduling, messages): k times what :mod:`sipipe.messages.period` has. The
-first term is one microbatch's way through the pipeline, the second the slowest stage's work on all k. With equal stages k = p or p + 1 is best
-however thin the microbatches are; where one stage is much longer than the others (a large
-vocabulary behind few layers, say) or h is small, a second thin microbatch only pays that stage's
-fixed cost again. What no phase has (wake-ups, messages, the way between hosts) is part of h: it is
-what a period takes longer than its phases, where the first term is the longer one.
+first term is one microbatch's way through the pipeline, the second the slowest stage's work on all
+k. With equal stages k = p or p + 1 is best however thin the microbatches are; where one stage is much
+longer than the others (a large vocabulary behind few layers, say) or h is small, a second thin
+microbatch only pays that stage's fixed cost again. What no phase has (wake-ups, messages, the way
+between hosts) is part of h: it is what a period takes longer than its phases, where the first term is
+the longer one.
 
-All times are :class:`sipipe.engine.scheduling.times.BatchTimes`, fitted twice on each stage. What
-prompts are cut by is fitted to all batches. Each s_i is fitted to decodes alone, by their rows alone,
-and begins with hardly a price of a row: so fewer and larger batches are tried until some differ in
-size, which tells it.
+All times are :class:`sipipe.engine.scheduling.times.BatchTimes`, fitted twice on each stage. The prices
+that prompts are cut by are fitted to all batches. Each s_i is fitted to decodes alone, by their rows
+alone, and begins with hardly a price of a row: so fewer and larger batches are tried until some differ
+in size, which tells it.
 
-Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit;
-:class:`MeasuredTimes` takes in what was measured while an iteration is out.
+Who runs here: the engine's thread, alone. Relies on being asked once a visit; :class:`MeasuredTimes`
+takes in what was measured while an iteration is out.
 """
 
 import time
@@ -26,7 +27,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from operator import sub
 from typing import NamedTuple
 
 from sipipe.best_effort import BestEffort
@@ -52,42 +52,54 @@ FULL = 0.7
 """Part of a pipeline period that the slowest stage's work takes from which on that stage may be all
 that the period waits for: what no phase has can be anything then."""
 FORGET = 0.8
-"""What is then believed to be left of what it was, as far as one microbatch says anything."""
+"""Part of what no phase has that is then still believed, as far as one microbatch says anything."""
+UNSEEN_RATE = 0.1
+"""Weight of the last period in what no phase has."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
 MOST_COMING = 1024
 """Iterations that a stage may be behind with its figures; the oldest of more is forgotten."""
 _CHUNK = 1024.0
 """Tokens of a prompt's chunk by which the slowest stage is found."""
-_LEVEL = Prices(1.0, 1e-3, 0.0, 0.0, 0.0)
-"""A row hardly counts."""
+_LEVEL = Prices(fixed=1.0, row=1e-3, token=0.0, context=0.0, pair=0.0)
+"""Prices to begin with of what only decodes: a row hardly counts."""
 
 
 class ConcurrencyController:
-    """Stage times seen so far, and the number of microbatches, ``slots`` at most, that they
-    recommend. ``first``: what a load takes before it has been measured."""
+    """Stage times seen so far, and the number of microbatches that they recommend.
+
+    Args:
+        stages: Stages of the pipeline, p.
+        slots: The most microbatches.
+        first: Prices of a load before it has been measured; None: :func:`usual` ones.
+    """
 
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
+        self.stages = stages
+        self.slots = slots
         self.first = first or usual()
         self.times = BatchTimes([self.first] * stages + [_LEVEL] * (2 * stages + 1))
-        """Of each stage; of its decodes, and of their output projection; from the last to the first."""
-        self._prices, self._priced = self.first, 0
-        self.stages = stages
+        """Times of each stage; of its decodes; of their output projection; and, in the last place, of
+        the way from the last stage to the first."""
+        self._prices = self.first
+        self._priced = 0  # fits of the times that the prices are of
         self.unseen = 0.0
         """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
         self.formed = slots
-        """What :meth:`microbatches` said last."""
+        """The number that :meth:`microbatches` returned last."""
         self.rows = 1.0
-        """Of a sequence in a pass, lately: with drafts more than one. Lines are by rows."""
-        self.slots = slots
+        """Rows of a sequence in a pass, lately: with drafts more than one. Prices are by rows."""
         self.chosen = slots
+        """The number that the last choice fell on, also where there are fewer sequences."""
         self._pricing = BestEffort("pricing by the stages' times", bounded=False)
         self._choosing = BestEffort("choosing the number of microbatches", bounded=False)
-        self._held = 0
-        self._held_for = self._asked = 0
+        # Visits since the last choice, the sequences that it was for, and those of the last question.
+        self._visits = 0
+        self._chosen_for = 0
+        self._asked_for = 0
 
     def prices(self) -> Prices:
-        """On the stage that takes longest for a prompt's chunk (for a decoding batch it may be
+        """Prices on the stage that takes longest for a prompt's chunk (for a decoding batch it may be
         another), in seconds; in tokens until that is known."""
         if self.times.fits != self._priced:
             self._priced = self.times.fits
@@ -95,91 +107,116 @@ class ConcurrencyController:
         return self._prices
 
     def _slowest(self) -> Prices:
-        found = [self.times.prices(i) for i in range(self.stages)]
-        sure = all(self.times.sure(i) for i in range(self.stages))
-        chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
-        slowest = max(found, key=lambda each: each.of(chunk))
-        # What is pending has a price.
-        slowest = slowest._replace(token=max(slowest.token, 1e-9))
-        return slowest if sure else self.first
+        """Prices on the slowest stage; the first ones until all stages' are sure."""
+        if not all(self.times.sure(stage) for stage in range(self.stages)):
+            return self.first
+        stages = [self.times.prices(stage) for stage in range(self.stages)]
+        pairs = _CHUNK * _CHUNK / 2
+        chunk = Load(batches=1.0, rows=0.0, tokens=_CHUNK, context=0.0, pairs=pairs)
+        slowest = max(stages, key=lambda prices: prices.of(chunk))
+        # The throttle divides by a token's price, and takes prompts without one for none.
+        return slowest._replace(token=max(slowest.token, 1e-9))
 
     @property
     def measured(self) -> bool:
-        """Whether :meth:`prices` are seconds."""
+        """True if :meth:`prices` are seconds."""
         return self._prices is not self.first
 
     def period(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token, or several by drafts."""
-        return self._period(-(-sequences // microbatches) * self.rows, microbatches, self.unseen)
+        largest = -(-sequences // microbatches)
+        return self._period(largest * self.rows, microbatches, self.unseen)
 
-    def _period(self, batch: float, microbatches: int, unseen: float) -> float:
-        slowest, phases = self._decoding(batch)
+    def _period(self, rows: float, microbatches: int, unseen: float) -> float:
+        """Seconds of a period of so many microbatches of ``rows`` each, with ``unseen`` ones."""
+        slowest, phases = self._decoding(rows)
         return microbatches * period([slowest], phases + unseen, microbatches)
 
-    def _decoding(self, batch: float) -> tuple[float, float]:
+    def _decoding(self, rows: float) -> tuple[float, float]:
         """Seconds of one microbatch on the slowest stage, and of its way that are some phase's."""
-        each, p = self.times.seconds(Load(1.0, batch)), self.stages
-        own, shared = each[p : 2 * p], each[2 * p : 3 * p]
-        return max(own), passing(own, shared) + each[3 * p]
+        seconds = self.times.seconds(Load(batches=1.0, rows=rows))
+        stages = seconds[self.stages : 2 * self.stages]
+        projections = seconds[2 * self.stages : 3 * self.stages]
+        between = seconds[3 * self.stages]
+        return max(stages), passing(stages, projections) + between
 
     def _ready(self) -> bool:
+        """Say if the stages' times for decodes are known."""
         return min(self.times.weight[self.stages : 2 * self.stages]) >= ENOUGH
 
     def price(self, sequences: float) -> float | None:
-        """What part of a period one more row in each microbatch of ``sequences`` costs, 0 to 1;
+        """The part of a period, 0 to 1, that one more row in each microbatch of ``sequences`` costs;
         None: not known yet. What no phase has is left out: rows lengthen it too on few cores."""
         if not self._ready() or not all(self.times.sloped[self.stages : 2 * self.stages]):
             return None
         rows = sequences * self.rows
-        now, more = (self._period(rows + added, self.formed, 0.0) for added in (0, 1))
-        return max(0.0, more - now) / now
+        before = self._period(rows, self.formed, 0.0)
+        after = self._period(rows + 1, self.formed, 0.0)
+        return max(0.0, after - before) / before
 
     def within(self, seconds: float, most: int) -> int:
-        """With how many rows in each microbatch, up to ``most``, a period takes so long at most."""
+        """The most rows in each microbatch, up to ``most``, with which a period takes ``seconds`` at
+        most; ``most`` where times are not known."""
         if not self._ready():
             return most
         took = partial(self._period, microbatches=self.formed, unseen=self.unseen)
         return bisect_right(range(1, most + 1), seconds, key=took)
 
     def took(self, seconds: float, batch: float, microbatches: int) -> None:
-        """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``. Where
-        the slowest stage fills it, what no phase has is at most what is left, and is forgotten
+        """Learn that a pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.
+
+        Where the slowest stage fills it, what no phase has is at most what is left, and is forgotten
         little by little: too much of it speaks for many microbatches, with which nothing would ever
-        correct it; too little brings fewer, with which it is seen."""
+        correct it; too little brings fewer, with which it is seen.
+        """
         if not self._ready():
             return
         slowest, phases = self._decoding(batch)
         unseen = min(seconds - phases, OUTLIER * max(self.unseen, 0.0) + 1e-3)
         if microbatches > 1 and microbatches * slowest > FULL * seconds:
             unseen = min(unseen, FORGET * self.unseen)
-        self.unseen += 0.1 * (unseen - self.unseen)
+        self.unseen += UNSEEN_RATE * (unseen - self.unseen)
 
     def microbatches(self, sequences: int) -> int:
-        """How many microbatches ``sequences`` decoding sequences should form; one call a visit."""
+        """The number of microbatches that ``sequences`` decoding sequences should form, 1 to
+        :attr:`slots`; one call a visit."""
         most = max(1, min(self.slots, sequences))
-        self._held += 1
+        self._visits += 1
         self._choosing(None, self._choose, sequences, most)
         self.formed = min(self.chosen, most)
         return self.formed
 
     def _choose(self, sequences: int, most: int) -> None:
-        # What was chosen for the last few of a burst says nothing for the next burst.
-        few, many = sorted((sequences, self._held_for))
-        held = self._held < HOLD and many <= ALIKE * few
+        """Choose anew where another number, ``most`` at most, promises a period shorter by :data:`GAIN`."""
+        if not self._ready():
+            return
+        # A choice holds for a while, but for about as many sequences only: what was chosen for the
+        # last few of a burst says nothing for the next burst.
+        few, many = sorted((sequences, self._chosen_for))
+        if self._visits < HOLD and many <= ALIKE * few:
+            return
         # A visit costs the engine's thread what it asks; answers change as stages' times do.
-        again = sequences != self._asked or self._held % TOGETHER == 0
-        if not held and again and self._ready():
-            self._asked = sequences
-            best = min(range(1, most + 1), key=lambda k: (self.period(sequences, k), -k))
-            now = self.period(sequences, min(self.chosen, most))
-            if self.period(sequences, best) < (1 - GAIN) * now:
-                self.chosen, self._held, self._held_for = best, 0, sequences
+        if sequences == self._asked_for and self._visits % TOGETHER != 0:
+            return
+        self._asked_for = sequences
+        periods = {number: self.period(sequences, number) for number in range(1, most + 1)}
+        best = min(periods, key=lambda number: (periods[number], -number))
+        if periods[best] < (1 - GAIN) * periods[min(self.chosen, most)]:
+            self.chosen = best
+            self._chosen_for = sequences
+            self._visits = 0
 
 
 class MeasuredTimes:
-    """Feeds a controller what the processes have taken since the last poll, by ``page``: of a stage
-    its first rank. The executor counts a batch when its tokens are in; samplers share it out, and
-    work side by side. ``way``: the executor's phases between the last stage and the first; none: all."""
+    """Feeds a controller what the processes have taken since the last poll; a stage is measured by its
+    first rank. The executor counts a batch when its tokens are in; samplers share it out, and work
+    side by side.
+
+    Args:
+        page: The page that the processes count on.
+        samplers: Samplers that draw; 0 where the last stage does.
+        way: The executor's phases between the last stage and the first; none: all.
+    """
 
     def __init__(
         self,
@@ -190,59 +227,80 @@ class MeasuredTimes:
         way: Sequence[Phase] = (),
     ) -> None:
         self.controller = controller
-        keys: list[Key] = [("stage", i, 0) for i in range(controller.stages)]
+        keys: list[Key] = [("stage", stage, 0) for stage in range(controller.stages)]
         self._stages = [_Delta(page, key) for key in keys]
         self._projections = [_Delta(page, key, (Phase.LOGITS,)) for key in keys]
-        self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
+        self._samplers = [_Delta(page, ("sampler", number, 0)) for number in range(samplers)]
         self._executor = _Delta(page, ("executor", 0, 0), way)
         self._coming: list[deque[Iteration]] = [deque(maxlen=MOST_COMING) for _ in keys]
-        """What each stage has not said anything of yet, in order."""
+        """Iterations, in order, that each stage has not said anything of yet."""
         self._ends: deque[float] = deque(maxlen=controller.slots + 1)
-        """When batches came back, one after the other, without prompts, pauses or a change of k."""
-        self._formed, self._decodes = controller.formed, True
+        """Times when batches came back, one after the other, without prompts, pauses or a change of k."""
+        self._formed = controller.formed
+        self._only_decodes = True
 
     def pause(self) -> None:
-        """There was no request for a while."""
+        """Note that there was no request for a while."""
         self._ends.clear()
 
     def expect(self, iteration: Iteration) -> None:
-        """``iteration``, whose load is known, goes through the stages."""
+        """Note that ``iteration``, whose load is known, goes through the stages."""
         for coming in self._coming:
             coming.append(iteration)
 
     def poll(self, now: float | None = None) -> None:
-        """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
+        """Count all that has happened since the last poll, at ``now`` on the monotonic clock."""
+        stages = [process.advance() for process in self._stages]
+        loads = self._loads(stages)
+        projections = [process.advance() for process in self._projections]
+        returned = self._executor.advance()
+        drawing = self._drawing() if returned.batches else 0.0
+        decodes = stages + projections
+        loads += [progress.decodes for progress in decodes]
+        loads.append(Load(batches=returned.batches, rows=returned.sequences))
+        times: list[float] = [progress.nanoseconds for progress in stages + decodes]
+        times.append(returned.nanoseconds + drawing * returned.batches)
+        if any(load.batches for load in loads):
+            self.controller.times.add(loads, [nanoseconds / 1e9 for nanoseconds in times])
+        if returned.batches:
+            self._count_periods(returned, time.monotonic() if now is None else now)
+
+    def _loads(self, stages: Sequence["Progress"]) -> list[Load]:
+        """The loads, by stage, of the iterations that ``stages`` have counted."""
         loads = []
-        stages = [process.take() for process in self._stages]
-        for process, taken, coming in zip(self._stages, stages, self._coming, strict=True):
-            load, ended = Load(), process.ended
-            for _ in range(taken.batches):  # one that ends just now is counted by the next poll
+        for process, progress, coming in zip(self._stages, stages, self._coming, strict=True):
+            load = Load()
+            ended = process.ended
+            for _ in range(progress.batches):  # one that ends just now is counted by the next poll
                 if coming and 0 <= coming[0].number < ended:
                     load = load.plus(coming.popleft().scheduled.load)
             loads.append(load)
-            self._decodes &= taken.sequences == taken.tokens
-        decodes = stages + [process.take() for process in self._projections]
-        count, sequences, _, spent = self._executor.take()
-        drawn = [process.take() for process in self._samplers] if count else []
-        slowest = max((t.nanoseconds / t.batches for t in drawn if t.batches), default=0.0)
-        loads += [taken.decodes for taken in decodes] + [Load(count, sequences)]
-        times = [taken.nanoseconds for taken in stages + decodes] + [spent + slowest * count]
-        if any(load.batches for load in loads):
-            self.controller.times.add(loads, [each / 1e9 for each in times])
-        if not count:
-            return
-        now = time.monotonic() if now is None else now
+            self._only_decodes &= progress.sequences == progress.tokens
+        return loads
+
+    def _drawing(self) -> float:
+        """Nanoseconds that a batch takes on the sampler that takes longest."""
+        drawn = [process.advance() for process in self._samplers]
+        return max(
+            (progress.nanoseconds / progress.batches for progress in drawn if progress.batches),
+            default=0.0,
+        )
+
+    def _count_periods(self, returned: "Progress", now: float) -> None:
+        """Tell the controller what a period took, where k batches in a row were of decodes alone."""
         formed = self.controller.formed
-        if not self._decodes or formed != self._formed or count > formed:
+        if not self._only_decodes or formed != self._formed or returned.batches > formed:
             self._ends.clear()
-        self._formed, self._decodes = formed, True
-        self._ends.extend([now] * count)
+        self._formed = formed
+        self._only_decodes = True
+        self._ends.extend([now] * returned.batches)
         if len(self._ends) > formed:
-            self.controller.took(now - self._ends[-1 - formed], sequences / count, formed)
+            seconds = now - self._ends[-1 - formed]
+            self.controller.took(seconds, returned.sequences / returned.batches, formed)
 
 
-class Taken(NamedTuple):
-    """What a process took for some batches."""
+class Progress(NamedTuple):
+    """Batches that a process has worked through, and the time that they took."""
 
     batches: int
     sequences: int
@@ -251,15 +309,17 @@ class Taken(NamedTuple):
 
     @property
     def decodes(self) -> Load:
-        """Of decodes alone; of others, nothing."""
-        return Load(self.batches, self.sequences) if self.sequences == self.tokens else Load()
+        """The load, where it was of decodes alone; of others, nothing."""
+        if self.sequences != self.tokens:
+            return Load()
+        return Load(batches=self.batches, rows=self.sequences)
 
 
-NOTHING = Taken(0, 0, 0, 0)
+NOTHING = Progress(batches=0, sequences=0, tokens=0, nanoseconds=0)
 
 
 class _Delta:
-    """What one process has taken since it was last asked: in ``phases``, or in all that count."""
+    """Progress of one process from call to call; its time in ``phases``, or in all that count."""
 
     def __init__(self, page: LivePage, key: Key, phases: Sequence[Phase] = ()) -> None:
         self._words = page.block(key)
@@ -270,18 +330,27 @@ class _Delta:
 
     @property
     def ended(self) -> int:
-        """All iterations before this one have been through the main phase."""
+        """The first iteration that may not have been through the main phase: all before it have."""
         number: int = self._words[self._last]
         return number
 
-    def take(self) -> Taken:
-        """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the
-        time is left for the call that sees one."""
-        words, before = self._words, self._before
-        batches, sequences, tokens = words[0], words[1], words[2]
+    def advance(self) -> Progress:
+        """Progress since the last call; without a batch there is none, and the time is left for the
+        call that sees one."""
+        batches = self._words[Word.BATCHES]
+        before = self._before
         if batches == before.batches:
             return NOTHING
-        now = Taken(batches, sequences, tokens, sum([words[word] for word in self._counted]))
-        delta = Taken(*map(sub, now, before))
+        now = Progress(
+            batches=batches,
+            sequences=self._words[Word.SEQUENCES],
+            tokens=self._words[Word.TOKENS],
+            nanoseconds=sum([self._words[word] for word in self._counted]),
+        )
         self._before = now
-        return delta
+        return Progress(
+            batches=now.batches - before.batches,
+            sequences=now.sequences - before.sequences,
+            tokens=now.tokens - before.tokens,
+            nanoseconds=now.nanoseconds - before.nanoseconds,
+        )

@@ -1,4 +1,4 @@
-"""What a microbatch takes on a stage, by what is in it: what prompts are cut by.
+"""Prices of a microbatch's parts on a stage, which the throttle cuts prompts by.
 
 A stage's time is a sum of five prices,
 
@@ -6,9 +6,13 @@ A stage's time is a sum of five prices,
 
 for so many rows of logits, tokens, c earlier tokens that decoding sequences attend to, and prompt
 chunks of x tokens behind prefixes of L. The last term is why a chunk takes the longer the more of
-its prompt lies before it. Prices are fitted while the engine serves, to relative errors, so that
-short and long microbatches count alike; old ones are forgotten. What batches do not tell apart
-(with one size there is no slope) keeps the ratio that it had before, at first that of :func:`usual`. Runs on the engine's thread alone.
+its prompt lies before it.
+
+Prices are fitted while the engine serves, to relative errors, so that short and long microbatches
+count alike; old ones are forgotten. What batches do not tell apart (with one size there is no slope)
+keeps the ratio that it had before, at first that of :func:`usual`.
+
+Who runs here: the engine's thread, alone.
 """
 
 import math
@@ -27,64 +31,82 @@ COLD = 16
 ENOUGH = 12.0
 """Weight of batches that prices need before they are used."""
 OUTLIER = 3.0
-"""Times of more than this multiple of the expected one are cut to it: the stage was interrupted."""
+"""Multiple of the expected time that a longer one is cut to: the stage was interrupted."""
 READ = 128.0
 """Products in the time of reading a weight: about what GPUs' data sheets say, and CPUs do."""
 FIRM = 1e-2
-"""How firmly prices stay where batches do not tell them apart, as a share of what these say: all by
-the same factor, the firmer the smaller their part of the time is."""
+"""Firmness of prices that batches do not tell apart, as a share of what the batches say. It scales
+all prices by the same factor, and is the firmer the smaller their part of the time is."""
 TOGETHER = 8
-"""Additions that are taken in at once."""
+"""Additions that are fitted at once: so one costs 15 us, and by itself it would cost 90."""
 SPREAD = 0.15
 """Standard deviation of batches' rows, as a share of their mean, from which on they tell a row's part."""
 SHORTEST = 1e-7
-"""Seconds: what took less was not measured."""
+"""Seconds that a batch takes at least; a shorter time was not measured."""
 DOUBT = 0.5
 """Relative error, in the mean of some batches, from which on the prices are not believed."""
+ERROR_RATE = 0.3
+"""Weight of the last additions in that mean."""
+STRAIGHT = 1e-6
+"""Curvature, relative to the slope, below which a chunk's time counts as a straight line: the root
+of :meth:`Prices.fitting` would be the difference of two equal numbers."""
 
 
 class Load(NamedTuple):
-    """What is in one microbatch; of several, the sums."""
+    """Amounts of work in one microbatch; of several, the sums."""
 
     batches: float = 0.0
+    """Microbatches."""
     rows: float = 0.0
-    """Of logits."""
+    """Rows of logits."""
     tokens: float = 0.0
-    """Of prompts."""
+    """Tokens of prompts."""
     context: float = 0.0
     """Tokens in the KV cache that decoding sequences attend to."""
     pairs: float = 0.0
-    """Of prompt chunks: each token with each one that it attends to."""
+    """Pairs, in prompt chunks, of a token and one that it attends to."""
 
     def plus(self, other: "Load") -> "Load":
-        return Load(*(a + b for a, b in zip(self, other, strict=True)))
+        """The two loads' sum."""
+        return Load(
+            batches=self.batches + other.batches,
+            rows=self.rows + other.rows,
+            tokens=self.tokens + other.tokens,
+            context=self.context + other.context,
+            pairs=self.pairs + other.pairs,
+        )
 
 
 class Prices(NamedTuple):
-    """What each part of a load takes, in seconds; before there are measurements, in tokens."""
+    """Price of each part of a load, in seconds; before there are measurements, in tokens."""
 
     fixed: float
+    """Price of a microbatch, whatever is in it."""
     row: float
+    """Price of a row of logits, with the decoding sequence that it belongs to."""
     token: float
+    """Price of a prompt's token."""
     context: float
+    """Price of a token that a decoding sequence attends to."""
     pair: float
+    """Price of a prompt's token with one that it attends to."""
 
     def of(self, load: Load) -> float:
-        """What ``load`` takes."""
+        """The time that ``load`` takes."""
         return sum(price * part for price, part in zip(self, load, strict=True))
 
     def chunk(self, start: int, tokens: float) -> float:
-        """What ``tokens`` of a prompt add to a microbatch, behind ``start`` of them."""
+        """The time that ``tokens`` of a prompt, behind ``start`` of them, add to a microbatch."""
         return tokens * (self.token + self.pair * (start + tokens / 2))
 
     def fitting(self, seconds: float, start: int) -> float:
-        """How many tokens behind ``start`` add ``seconds``: the inverse of :meth:`chunk`."""
-        each = self.token + self.pair * start
+        """The tokens behind ``start`` that add ``seconds``: the inverse of :meth:`chunk`."""
         if seconds <= 0 or math.isinf(seconds):
             return max(seconds, 0.0)
-        if self.pair * seconds < 1e-6 * each * each:  # a straight line, as far as that goes
-            return seconds / each if each > 0 else math.inf
-        return (math.sqrt(each * each + 2 * self.pair * seconds) - each) / self.pair
+        first = self.token + self.pair * start  # the price of the first of them
+        if self.pair * seconds < STRAIGHT * first * first:
+            return seconds / first if first > 0 else math.inf
+        return (math.sqrt(first * first + 2 * self.pair * seconds) - first) / self.pair
 
     @property
     def sequence(self) -> float:
@@ -93,103 +115,156 @@ class Prices(NamedTuple):
 
 
 def usual(facts: ModelFacts | None = None) -> Prices:
-    """Prices in tokens where nothing is measured, of that model or of a dense one. A device reads a
-    weight in the time in which it multiplies it with :data:`READ` tokens, and a pass reads all of
-    them; prompts attend by products of their heads; decoding sequences share nothing, and read
-    4,096 tokens of context while they are multiplied once."""
+    """Prices in tokens where nothing is measured, of the model of ``facts`` or of a dense one.
+
+    A device reads a weight in the time in which it multiplies it with :data:`READ` tokens, and a
+    pass reads all of them; prompts attend by products of their heads; decoding sequences share
+    nothing, and read 4,096 tokens of context while they are multiplied once.
+    """
     if facts is None:
-        return Prices(READ, 1.0, 1.0, 1 / 4096, 1 / 24576)
+        return Prices(fixed=READ, row=1.0, token=1.0, context=1 / 4096, pair=1 / 24576)
     attention = facts.attention
     values = attention.value_dim or attention.head_dim
     width = attention.heads * (attention.head_dim + attention.rope_dim + values)
     weights = facts.active_parameters / facts.layers
+    # A pass reads every expert's weights, and multiplies a token with those of a few.
     read = READ * facts.parameters / facts.active_parameters
-    return Prices(read, 1.0, 1.0, 1 / 4096, width / weights)
+    return Prices(fixed=read, row=1.0, token=1.0, context=1 / 4096, pair=width / weights)
 
 
 class BatchTimes:
     """Prices on each of some processes, by least squares with forgetting; none is below 0.
-    ``first``: those to begin with, of each process; their ratios count."""
+
+    Args:
+        first: Prices of each process to begin with; their ratios count, not their unit.
+    """
 
     def __init__(self, first: Sequence[Prices]) -> None:
-        self._prices = self._first = np.array(first, np.float64)  # [processes, 5]
-        self._gram = np.zeros((len(first), 5, 5))
-        self._moment = np.zeros((len(first), 5))
-        self._weight, self._seen, self._error = np.zeros((3, len(first)))
-        self.sloped = np.zeros(len(first), np.bool_)
-        """Of each process: whether batches have differed in size enough to tell a row's part."""
+        processes = len(first)
+        self._first = np.array(first, np.float64)  # [processes, 5]
+        self._prices = self._first
+        # Normal equations of all batches so far, each divided by its time: gram @ prices = moment.
+        self._gram = np.zeros((processes, 5, 5))
+        self._moment = np.zeros((processes, 5))
+        self._weight = np.zeros(processes)
+        self._seen = np.zeros(processes)
+        self._error = np.zeros(processes)
+        self.sloped = np.zeros(processes, np.bool_)
+        """Processes, [processes], whose batches have differed in size enough to tell a row's part."""
         self.fits = 0
-        """How many times prices have been fitted."""
+        """Times that prices have been fitted."""
         self._new: list[tuple[Sequence[Load], Sequence[float]]] = []
 
     @property
     def weight(self) -> list[float]:
-        """Of the batches that count, by process."""
-        return self._weight.tolist()  # type: ignore[no-any-return]
+        """Weight of the batches that count, by process."""
+        return self._weight.tolist()
 
     def sure(self, process: int) -> bool:
-        """Whether a process's prices are worth something."""
+        """Say if a process's prices are worth something."""
         return bool(self._weight[process] >= ENOUGH and self._error[process] < DOUBT)
 
     def seconds(self, load: Load) -> list[float]:
-        """What ``load`` takes, by process; 0 where that is not known yet."""
+        """The time that ``load`` takes, by process; 0 where that is not known yet."""
         known = self._weight >= ENOUGH
         return np.where(known, self._prices @ load, 0.0).tolist()  # type: ignore[no-any-return]
 
     def prices(self, process: int) -> Prices:
-        return Prices(*self._prices[process].tolist())
+        """The prices on one process, fitted or not."""
+        return Prices._make(self._prices[process].tolist())
 
     def add(self, loads: Sequence[Load], seconds: Sequence[float]) -> None:
-        """``seconds`` were taken for ``loads``, by process; a load of no batches says nothing.
-        Counts with the next :data:`TOGETHER`, at once: so one costs 15 us, and 90 alone."""
+        """Learn that the processes took ``seconds`` for ``loads``, both by process; a load of no
+        batches says nothing. It counts with the next :data:`TOGETHER`, at once."""
         self._new.append((loads, seconds))
         if len(self._new) >= TOGETHER:
-            self._take(*map(np.array, zip(*self._new, strict=True)))
+            features = np.array([loads for loads, _ in self._new])
+            times = np.array([seconds for _, seconds in self._new])
             self._new.clear()
+            self._accumulate(features, times)
             self._fit()
 
-    def _take(self, features: NDArray[np.float64], taken: NDArray[np.float64]) -> None:
-        """Features [n, processes, 5] of batches took [n, processes] seconds."""
-        count = features[:, :, 0]
-        seen = self._seen + count.cumsum(0)
-        self._seen = seen[-1]
-        count = np.where((seen > COLD) & (taken > SHORTEST), count, 0.0)
-        told = count > 0
-        taken = np.where(told, taken, 1.0)
+    def _accumulate(self, features: NDArray[np.float64], times: NDArray[np.float64]) -> None:
+        """Add batches to the normal equations.
+
+        Args:
+            features: [n, processes, 5], their loads.
+            times: [n, processes], seconds that they took.
+        """
+        counts = self._counting(features[:, :, 0], times)
+        measured = counts > 0
+        times = np.where(measured, times, 1.0)  # the others have no weight: anything that divides
         expected = (features * self._prices).sum(2)
-        believed = self._weight >= ENOUGH
-        taken = np.where(believed, np.minimum(taken, OUTLIER * expected + 1e-9), taken)
-        first = told & (self._weight == 0) & (expected > 0)
-        ratio = np.where(first, taken / np.where(first, expected, 1.0), 0.0).sum(0)
-        scale = np.where(first.any(0), ratio / np.maximum(first.sum(0), 1), 1.0)[:, None]
-        self._prices, self._first = self._prices * scale, self._first * scale
-        # Of all of them: that single ones of a few milliseconds are disturbed says nothing of prices.
-        error = np.abs(np.where(told, expected / taken - 1, 0.0).sum(0))
-        error /= np.maximum(told.sum(0), 1)
-        self._error += np.where(told.any(0) & believed, 0.3, 0.0) * (error - self._error)
-        later = count.sum(0) - count.cumsum(0)
-        each = features * (told / taken)[:, :, None]
-        weighted = each * (count * MEMORY**later)[:, :, None]
-        kept = MEMORY ** count.sum(0)
-        self._weight = self._weight * kept + (count * MEMORY**later).sum(0)
-        self._gram *= kept[:, None, None]
-        self._gram += np.einsum("npi,npj->pij", weighted, each)
-        self._moment = self._moment * kept[:, None] + weighted.sum(0)
-        (one, rows), (_, squares) = self._gram[:, :2, :2].transpose(1, 2, 0)
-        self.sloped |= one * squares > (1 + SPREAD**2) * rows * rows
+        known = self._weight >= ENOUGH
+        times = np.where(known, np.minimum(times, OUTLIER * expected + 1e-9), times)
+        self._scale(measured, times, expected)
+        self._follow_error(measured & known, times, expected)
+        # Of n additions the last has its full weight, and each before it less.
+        later = counts.sum(0) - counts.cumsum(0)
+        weights = counts * MEMORY**later
+        memory = MEMORY ** counts.sum(0)
+        relative = features * (measured / times)[:, :, None]
+        weighted = relative * weights[:, :, None]
+        self._weight = self._weight * memory + weights.sum(0)
+        self._gram *= memory[:, None, None]
+        self._gram += np.einsum("npi,npj->pij", weighted, relative)
+        self._moment = self._moment * memory[:, None] + weighted.sum(0)
+        # Weighted sums of 1, of rows, and of their squares: is the variance large enough?
+        batches = self._gram[:, 0, 0]
+        rows = self._gram[:, 0, 1]
+        squares = self._gram[:, 1, 1]
+        self.sloped |= batches * squares > (1 + SPREAD**2) * rows * rows
+
+    def _counting(
+        self, batches: NDArray[np.float64], times: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """``batches`` [n, processes] that count: 0 while a process is cold, and without a time."""
+        seen = self._seen + batches.cumsum(0)
+        self._seen = seen[-1]
+        return np.where((seen > COLD) & (times > SHORTEST), batches, 0.0)
+
+    def _scale(
+        self,
+        measured: NDArray[np.bool_],
+        times: NDArray[np.float64],
+        expected: NDArray[np.float64],
+    ) -> None:
+        """Bring the prices that a process began with to seconds, by its first batches that count."""
+        first = measured & (self._weight == 0) & (expected > 0)
+        ratios = np.where(first, times / np.where(first, expected, 1.0), 0.0).sum(0)
+        scale = np.where(first.any(0), ratios / np.maximum(first.sum(0), 1), 1.0)[:, None]
+        self._prices = self._prices * scale
+        self._first = self._first * scale
+
+    def _follow_error(
+        self,
+        foreseen: NDArray[np.bool_],
+        times: NDArray[np.float64],
+        expected: NDArray[np.float64],
+    ) -> None:
+        """Follow how far prices are off, in the mean of the additions that they had ``foreseen``: that
+        single batches of a few milliseconds are disturbed says nothing of prices."""
+        errors = np.where(foreseen, expected / times - 1, 0.0).sum(0)
+        error = np.abs(errors) / np.maximum(foreseen.sum(0), 1)
+        self._error += np.where(foreseen.any(0), ERROR_RATE, 0.0) * (error - self._error)
 
     def _fit(self) -> None:
-        gram, moment = self._gram.copy(), self._moment.copy()
-        kept = np.maximum(self._prices, self._first)
+        """Solve the normal equations, with prices held firm where batches do not tell them apart."""
+        gram = self._gram.copy()
+        moment = self._moment.copy()
+        ratios = np.maximum(self._prices, self._first)
         part = np.sqrt(np.einsum("pii->pi", gram))
-        firm = FIRM * part * (kept * part).sum(1, keepdims=True) / (kept + 1e-30) + 1e-30
+        firm = FIRM * part * (ratios * part).sum(1, keepdims=True) / (ratios + 1e-30) + 1e-30
         np.einsum("pii->pi", gram)[:] += firm
         moment += firm * self._prices
+        # A price below 0 is taken out of the equations, as 0, and the others are solved again.
         for _ in range(gram.shape[1]):  # bound: each pass takes a price out, but for the last
-            found = np.linalg.solve(gram, moment[:, :, None])[:, :, 0]
-            if not (negative := found < 0).any():
+            prices = np.linalg.solve(gram, moment[:, :, None])[:, :, 0]
+            negative = prices < 0
+            if not negative.any():
                 break
             gram[negative[:, :, None] | negative[:, None, :]] = 0.0
             np.einsum("pii->pi", gram)[negative] = 1.0
             moment[negative] = 0.0
-        self._prices, self.fits = np.maximum(found, 0.0), self.fits + 1
+        self._prices = np.maximum(prices, 0.0)
+        self.fits += 1
