@@ -1,1 +1,1 @@
-"""Which requests form a microbatch, and how many microbatches are in flight."""
+"""Choice of the requests that form a microbatch, and of how many microbatches are in flight."""

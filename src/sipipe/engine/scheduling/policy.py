@@ -1,9 +1,9 @@
-"""Which sequences decode in which microbatch: slots that stay the same and stay even.
+"""Slots of decoding sequences, one for each microbatch, that stay the same and stay even.
 
 A pipeline of p stages works on m microbatches at a time, and the engine forms them in turn: visit
 i belongs to slot ``i % m``. The batch of visit i - m has come back when that of visit i is published
-(:meth:`sipipe.engine.iteration.iterations.Iterations.begin`); a slot's own sequences are therefore never in flight
-when its turn comes, though it may be planned before. The rules, per visit:
+(:meth:`sipipe.engine.iteration.iterations.Iterations.begin`); a slot's own sequences are therefore
+never in flight when its turn comes, though it may be planned before. The rules, per visit:
 
 *join*   A sequence joins the slot whose microbatch computed the last of its prompt, unless that
          lifts the slot over its fair share of what decodes and is about to; then the lightest.
@@ -45,34 +45,36 @@ class Sequence(NamedTuple):
     """A running sequence whose whole prompt has been scheduled."""
 
     id: Any
-    """What it is known by: hashable."""
+    """The engine's name for it, or its object: hashable."""
     context: int
-    """Tokens in its KV cache: what its attention reads."""
+    """Tokens in its KV cache, which its attention reads."""
     ready: bool
-    """Whether its last token is back, or will be when its slot's next microbatch is published."""
+    """True if its last token is back, or will be when its slot's next microbatch is published."""
     rows: int = 1
-    """Of logits that it then has: one, and one for each draft."""
+    """Rows of logits that it then has: one, and one for each draft."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What may enter one microbatch."""
+    """Sequences and prompts that may enter one microbatch."""
 
     slot: int
     """Slot of this visit, 0 to m - 1."""
     decode: list[Sequence]
-    """What decodes in this microbatch: the slot's members that are ready."""
+    """Sequences that decode in this microbatch: the slot's members that are ready."""
     prefill: Allowance
-    """What of prompts this microbatch may compute on top."""
+    """The time and the tokens that prompts may take of this microbatch."""
 
 
 class SlotPolicy:
     """Keeps m slots of decoding sequences; one :meth:`visit` per microbatch.
 
     Args:
+        slots: Microbatches in flight, m; 1 or more.
         max_tokens: Token budget of one microbatch, 1 or more.
-        controller: Says what a microbatch takes, and how many slots to open by default.
-        align, least: Of a prompt chunk: blocks of ``align`` if possible, ``least`` tokens or more.
+        controller: Knows the time that a microbatch takes, and how many slots to open by default.
+        align: Tokens of a block; a prompt's chunk ends at one if possible.
+        least: The fewest tokens of a prompt's chunk.
     """
 
     def __init__(
@@ -101,24 +103,33 @@ class SlotPolicy:
         """Slot of each decoding sequence; visits change it."""
         # Invariant: _members[s] has the keys of slot_of whose value is s, _contexts[s] their sum.
         self._members: list[dict[Any, int]] = [{} for _ in range(slots)]
-        """Of each slot, with their context at its last visit."""
+        """Members of each slot, with their context at its last visit."""
         self._contexts = [0] * slots
         self._followed: list[Any] = []
+        """Sequences that ran at the last visit, in the engine's order."""
         self._waits: set[Any] = set()
-        """Those that sit the next visit of their slot out."""
+        """Sequences that sit the next visit of their slot out."""
         # Slots 0 to _active - 1 are open. While _resizing, sequences move as many as it takes.
         self._active = 1
         self._resizing = False
         self._visits = 0
         self._slot = slots - 1
+        """The slot that was visited last; before the first visit, the one before slot 0."""
 
     @property
     def prices(self) -> Prices:
-        """What parts of a microbatch take."""
+        """Prices of a microbatch's parts on the slowest stage."""
         return self.controller.prices()
 
     def follow(self, running: Collection[Any]) -> list[Any]:
-        """Forget who left; those that run and have no slot, in the engine's order."""
+        """Forget the sequences that left.
+
+        Args:
+            running: All that run, in the engine's order.
+
+        Returns:
+            Those of them that have no slot, in the same order.
+        """
         slot_of = self.slot_of
         # Those that ran at the last visit, and all have a slot: compared as they are, not hashed.
         if len(slot_of) == len(running) and running == self._followed:
@@ -142,35 +153,29 @@ class SlotPolicy:
 
         Args:
             joining: Running sequences without a slot whose prompt is scheduled.
-            look: What one with a slot is like now; None: it computes its prompt again.
-            pending_prefill: What unscheduled prompt tokens of all requests take, at :attr:`prices`.
-            started_prefill: Of these, those of requests that hold KV cache already.
+            look: Looks at a sequence with a slot as it is now; None: it computes its prompt again.
+            pending_prefill: Time of all requests' unscheduled prompt tokens, at :attr:`prices`.
+            started_prefill: The part of it for requests that hold KV cache already.
             arriving: Requests that those tokens belong to: they join within about a period.
             kv_free: Free share of the KV cache, 0 to 1.
         """
-        last, slot = self._slot, self._visits % self.slots
+        last = self._slot
+        slot = self._visits % self.slots
         self._visits += 1
         self._slot = slot
         members = self._look(slot, look)
         decoding = len(self.slot_of) + len(joining)
         self._open_slots(decoding, _fitting(arriving, decoding, kv_free))
-        for index, sequence in enumerate(joining):
-            joined = self._join(sequence, last, to_come=len(joining) - index + arriving)
-            if joined == slot:
-                members.append(sequence._replace(ready=sequence.ready and joined == last))
-            elif joined != last:
-                self._waits.add(sequence.id)
+        members += self._join_all(joining, last, arriving)
         self._rebalance(slot, members)
         ready = [sequence for sequence in members if sequence.ready]
         if len(self._members[slot]) != len(members):  # some have moved
             ready = [sequence for sequence in ready if sequence.id in self._members[slot]]
-        rows = sum([sequence.rows for sequence in ready])
-        context = sum([sequence.rows * sequence.context for sequence in ready])
         prefill = self._throttle.allow(
             self.prices,
             pending=pending_prefill,
             started=started_prefill,
-            decodes=Load(1.0, rows, 0.0, context, 0.0),
+            decodes=_load(ready),
             running=len(self.slot_of),
             arriving=arriving,
             kv_free=kv_free,
@@ -180,22 +185,23 @@ class SlotPolicy:
         return Plan(slot=slot, decode=ready, prefill=prefill)
 
     def _look(self, slot: int, look: Callable[[Any], Sequence | None]) -> list[Sequence]:
-        """The members of ``slot`` as they are now."""
-        found = []
+        """The members of ``slot`` as they are now; those that compute their prompt again leave it."""
+        members = []
         for id in list(self._members[slot]):
-            if (sequence := look(id)) is None:
+            sequence = look(id)
+            if sequence is None:
                 self._forget(id)
             elif id in self._waits:
                 self._waits.discard(id)
-                found.append(sequence._replace(ready=False))
+                members.append(sequence._replace(ready=False))
             else:
-                found.append(sequence)
-        self._members[slot] = {sequence.id: sequence.context for sequence in found}
+                members.append(sequence)
+        self._members[slot] = {sequence.id: sequence.context for sequence in members}
         self._contexts[slot] = sum(self._members[slot].values())
-        return found
+        return members
 
     def _open_slots(self, sequences: int, arriving: int) -> None:
-        """Decide how many slots are open for ``sequences`` and those that come soon: by
+        """Decide how many slots are open for ``sequences`` and the ``arriving`` ones: by
         ``min_sequences``, or by measured stage times."""
         least = self.settings.min_sequences
         before = self._active
@@ -215,6 +221,19 @@ class SlotPolicy:
             counts = [len(members) for members in self._members[:before]]
             self._resizing = max(counts) - min(counts) > 1
 
+    def _join_all(self, joining: list[Sequence], last: int, arriving: int) -> list[Sequence]:
+        """Place sequences whose prompts ended in slot ``last``; ``arriving`` more follow soon. Returns
+        those that the visited slot got."""
+        members = []
+        for index, sequence in enumerate(joining):
+            slot = self._join(sequence, last, to_come=len(joining) - index + arriving)
+            if slot == self._slot:
+                # Its first token is back only if its prompt ended in this slot too.
+                members.append(sequence._replace(ready=sequence.ready and slot == last))
+            elif slot != last:
+                self._waits.add(sequence.id)
+        return members
+
     def _join(self, sequence: Sequence, last: int, to_come: int) -> int:
         """Place a sequence whose prompt ended in slot ``last``, just visited; returns its slot."""
         share = -(-(len(self.slot_of) + to_come) // self._active)
@@ -224,7 +243,7 @@ class SlotPolicy:
         return slot
 
     def _lightest(self, origin: int) -> int:
-        """The open slot with the fewest sequences, then least context, then next after origin."""
+        """The open slot with the fewest sequences, then least context, then next after ``origin``."""
         unit = self.prices.sequence
 
         def weight(slot: int) -> tuple[float, ...]:
@@ -246,12 +265,12 @@ class SlotPolicy:
                 break
             # Cost of a decode step in tokens of context: a sequence counts as ``unit`` of them.
             gap = surplus * unit + self._contexts[visited] - self._contexts[target]
-            left, best = min(
+            remaining, best = min(
                 (abs(gap - 2 * (unit + sequence.context)), index)
                 for index, sequence in enumerate(candidates)
             )
             # With a surplus of one, counts merely swap, so a move must pay in context.
-            if surplus == 1 and not closing and gap - left < unit:
+            if surplus == 1 and not closing and gap - remaining < unit:
                 break
             sequence = candidates.pop(best)
             self._forget(sequence.id)
@@ -270,7 +289,18 @@ class SlotPolicy:
 
 
 def _fitting(arriving: int, decoding: int, kv_free: float) -> int:
-    """How many of ``arriving`` requests the free KV cache has room for, if they take as much of it
-    as the decoding ones do on average."""
+    """The number of ``arriving`` requests that the free KV cache has room for, if they take as much of
+    it as the ``decoding`` ones do on average."""
     used = 1.0 - kv_free
-    return min(arriving, int(decoding * kv_free / used)) if decoding and used > 0 else arriving
+    if not decoding or used <= 0:
+        return arriving
+    return min(arriving, int(decoding * kv_free / used))
+
+
+def _load(sequences: list[Sequence]) -> Load:
+    """The load of a microbatch in which ``sequences`` decode. Each row of drafts reads the context."""
+    return Load(
+        batches=1.0,
+        rows=sum([sequence.rows for sequence in sequences]),
+        context=sum([sequence.rows * sequence.context for sequence in sequences]),
+    )

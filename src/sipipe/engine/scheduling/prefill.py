@@ -1,4 +1,4 @@
-"""How much of prompts a microbatch computes on top of its decodes: microbatches of equal time.
+"""Sizes of prompts' chunks beside a microbatch's decodes: microbatches of equal time.
 
 A pipeline with m microbatches in flight goes round as fast as its slowest one: a prompt in one
 microbatch delays the m - 1 others as much as if each of them carried one too. What counts is
@@ -34,17 +34,17 @@ CHEAPEST = 16
 
 
 class Allowance:
-    """What prompts may take of one microbatch.
+    """The time and the tokens that prompts may take of one microbatch.
 
     Args:
-        prices: of :mod:`sipipe.engine.scheduling.times`.
-        seconds: for prompts, at those prices; infinite for as much as there is room for.
-        room: tokens for prompts.
-        least: tokens that a first chunk has where there is any allowance.
-        decodes: what shall be in the microbatch besides.
-        align: a chunk ends at whole blocks of so many tokens, if that costs it an eighth at most.
-        starts: whether a prompt may start that holds no KV cache.
-        slack: seconds more for a prompt's rest, that it need no microbatch of its own.
+        prices: Prices of :mod:`sipipe.engine.scheduling.times`.
+        seconds: Time for prompts, at those prices; infinite for as much as there is room for.
+        room: Tokens for prompts.
+        least: Tokens that a first chunk has where there is any allowance.
+        decodes: Load that shall be in the microbatch besides.
+        align: A chunk ends at whole blocks of so many tokens, if that costs it an eighth at most.
+        starts: True if a prompt may start that holds no KV cache.
+        slack: Seconds more for the end of a prompt, that it need no microbatch of its own.
     """
 
     def __init__(
@@ -59,27 +59,35 @@ class Allowance:
         slack: float = 0.0,
         starts: bool = True,
     ) -> None:
-        self.starts, self._slack = starts, slack
-        self._prices, self._seconds, self._room = prices, seconds, room
+        self.starts = starts
+        self._prices = prices
+        self._seconds = seconds
+        self._slack = slack
+        self._room = room
+        self._least = least if seconds > 0 else 0
+        self._align = align
         self._decodes = decodes
         self._chunks: dict[str, Load] = {}
-        self._least, self._align = (least if seconds > 0 else 0), align
 
     @property
     def tokens(self) -> int:
-        """Of prompts, at most: of many short ones, which have hardly anything before them."""
+        """Tokens of prompts, at most: of many short ones, which have hardly anything before them."""
         return self._bounded((self._seconds + self._slack) / self._prices.token)
 
     def fitting(self, start: int, more: float = 0.0) -> int:
         """Tokens of a prompt behind ``start`` that have room, and time with ``more`` seconds."""
         return self._bounded(self._prices.fitting(self._seconds + more, start))
 
-    def _bounded(self, fit: float) -> int:
-        fit = fit if self._seconds > 0 else 0.0
-        return self._room if fit >= self._room else min(max(round(fit), self._least), self._room)
+    def _bounded(self, tokens: float) -> int:
+        """``tokens`` that there is time for, brought between the least ones and those with room."""
+        if self._seconds <= 0:
+            tokens = 0.0
+        if tokens >= self._room:  # also infinity, which has no integer
+            return self._room
+        return min(max(round(tokens), self._least), self._room)
 
     def chunk(self, start: int, tokens: int) -> int:
-        """How many of a prompt's ``tokens`` behind ``start`` to compute."""
+        """Tokens, of a prompt's ``tokens`` behind ``start``, to compute in this microbatch."""
         if tokens <= self.fitting(start, self._slack):
             return tokens
         most = self.fitting(start)
@@ -87,27 +95,46 @@ class Allowance:
         return most - over if 8 * over <= most else most
 
     def take(self, request: str, start: int, tokens: int, ends: bool) -> None:
-        """A prompt's chunk is to be in; ``ends``: it is the prompt's last."""
+        """Count a prompt's chunk as taken; ``ends``: it is the prompt's last, and has a row of logits."""
         if tokens:
             self._seconds -= self._prices.chunk(start, tokens)
             self._room -= tokens
             self._least = 0
-            self._chunks[request] = Load(0, int(ends), tokens, 0, tokens * (start + tokens / 2))
+            self._chunks[request] = Load(
+                batches=0,
+                rows=int(ends),
+                tokens=tokens,
+                context=0,
+                pairs=tokens * (start + tokens / 2),
+            )
 
     def formed(self, scheduled: Mapping[str, int], tokens: int) -> Load:
-        """The microbatch has ``tokens``, by request ``scheduled``: what is in it."""
+        """The load of a microbatch that was formed of ``tokens``, ``scheduled`` by request."""
+        # A chunk that was taken and then preempted is not in it.
         chunks = [chunk for id, chunk in self._chunks.items() if scheduled.get(id) == chunk.tokens]
         decoded = tokens - sum([chunk.tokens for chunk in chunks])
         share = decoded / max(self._decodes.rows, 1)  # preemption makes fewer of them
-        load = Load(float(tokens > 0), decoded, 0.0, share * self._decodes.context)
+        load = Load(
+            batches=float(tokens > 0),
+            rows=decoded,
+            tokens=0.0,
+            context=share * self._decodes.context,
+        )
         for chunk in chunks:
             load = load.plus(chunk)
         return load
 
 
 class PrefillThrottle:
-    """Sizes prefill by what is pending, by what decodes, and by free KV cache. ``align``: as of
-    :class:`Allowance`; ``least``: prompt tokens below which no chunk is cut in any case."""
+    """Sizes prefill by what is pending, by what decodes, and by free KV cache.
+
+    Args:
+        slots: Microbatches in flight, m.
+        stages: Stages of the pipeline, p.
+        max_tokens: Token budget of one microbatch.
+        align: Tokens of a block that chunks end at, as :class:`Allowance` has it.
+        least: Prompt tokens below which no chunk is cut in any case.
+    """
 
     def __init__(
         self,
@@ -119,9 +146,13 @@ class PrefillThrottle:
         align: int = 1,
         least: int = 1,
     ) -> None:
-        self._slots, self._stages, self._max_tokens = slots, stages, max_tokens
-        self._align, self._least, self._settings = align, least, settings
-        # What the other microbatches in flight take, at prices that are measured or not.
+        self._slots = slots
+        self._stages = stages
+        self._max_tokens = max_tokens
+        self._align = align
+        self._least = least
+        self._settings = settings
+        # Times that the other microbatches in flight take, at prices that are measured or not.
         self._others: deque[float] = deque(maxlen=max(1, slots - 1))
         self._measured = False
 
@@ -143,49 +174,62 @@ class PrefillThrottle:
         Args:
             pending: Seconds, at these prices, of unscheduled prompts' tokens that may run.
             started: Of these, those of requests that hold KV cache.
-            decodes: What decodes in this microbatch.
+            decodes: Load that decodes in this microbatch.
             running: Sequences that decode in any slot.
             arriving: Requests that the pending tokens belong to.
             kv_free: Free share of the KV cache, 0 to 1.
             slots: Slots that are open, 1 to m; with one there is nothing to keep even.
-            measured: Whether prices are seconds.
+            measured: True if prices are seconds.
         """
-        settings = self._settings
-        if slots == self._slots:
-            spread, least = max(min(4 * slots + 4, 24), 2 * slots + 8), max(24, 64 // slots)
-        else:  # a closed slot's visits carry prompts that delay no decoding sequence
-            spread, least = 2 * slots, 96
         if measured != self._measured:  # the unit has changed
             self._others.clear()
         self._measured = measured
-        decoding = prices.of(decodes)
-        starts = not running or kv_free >= settings.kv_reserve
+        starts = not running or kv_free >= self._settings.kv_reserve
         pending = pending if starts else started
+        decoding = prices.of(decodes)
         seconds = 0.0
         if pending > 0:
+            # Share of what a chunk delays that decodes, rather than arrives with it.
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
-            parts = self._parts(pending, prices)
             seconds = max(
-                pending / settings.prefill_spread
-                if settings.prefill_spread
-                else disturbed * pending / max(spread, 2 * parts),
-                (1 - disturbed) * pending / parts,
-                max(self._others, default=0.0) - decoding,
+                self._spread(pending, prices, disturbed, slots),
+                max(self._others, default=0.0) - decoding,  # up to the longest of the others: free
             )
-            if settings.tpot_target_ms and running and measured:
-                seconds = min(seconds, settings.tpot_target_ms / 1e3 / self._slots - decoding)
+            target = self._settings.tpot_target_ms / 1e3
+            if target and running and measured:
+                seconds = min(seconds, target / self._slots - decoding)
             seconds = max(seconds, TINY)
         self._others.append(decoding + min(seconds, pending))
+        # A closed slot's visits carry prompts that delay no decoding sequence: fewer, larger chunks.
+        all_open = slots == self._slots
+        finest = max(24, 64 // slots) if all_open else 96
         return Allowance(
             prices,
             seconds=seconds,
             room=max(0, self._max_tokens - int(decodes.rows)),
-            least=max(least, self._least),
+            least=max(finest, self._least),
             decodes=decodes,
             align=self._align,
             starts=starts,
             slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
         )
+
+    def _spread(self, pending: float, prices: Prices, disturbed: float, slots: int) -> float:
+        """Seconds of one microbatch's share of what is ``pending``.
+
+        Args:
+            disturbed: Part of the sequences, 0 to 1, that decode and are delayed by a chunk.
+            slots: Slots that are open.
+        """
+        parts = self._parts(pending, prices)
+        filling = (1 - disturbed) * pending / parts
+        if self._settings.prefill_spread:
+            return max(pending / self._settings.prefill_spread, filling)
+        if slots == self._slots:
+            spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
+        else:
+            spread = 2 * slots
+        return max(disturbed * pending / max(spread, 2 * parts), filling)
 
     def _parts(self, pending: float, prices: Prices) -> int:
         """Microbatches in which an idle pipeline is soonest done with ``pending``."""
