@@ -339,7 +339,7 @@ def test_a_head_makes_as_many_drafts_as_are_worth_it():
         scheduler.head_drafts.pass_seconds = pass_seconds
         for number in range(400):
             verify(speculation, number, **{"0": 3, "1": 0} if number % 2 else {"0": 0, "1": 3})
-        speculation._each = 1.0
+        speculation._tokens_a_pass = 1.0
         speculation._chances = [0.5, 0.5, 0.5]
         speculation.fit()
         return scheduler.head_drafts.steps

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
 INVALID = "Invalid structured outputs: "
-"""How a sentence to the client begins; vLLM 0.33 has the same words, and answers with status 400."""
+"""Beginning of a sentence to the client; vLLM 0.33 has the same words, and answers with status 400."""
 LEAST = 2
 """Grammars that are compiled at a time, also on one core: a long one must not hold up the others."""
 LOWEST_PRIORITY = 19
@@ -58,7 +58,7 @@ class Compilation:
     """vLLM's ``StructuredOutputManager._create_grammar``."""
     request: Request
     since: float
-    """When it began to wait or, once it runs, to run, in seconds of the clock."""
+    """The time at which it began to wait or, once it runs, to run, in seconds of the clock."""
     future: Future[Any] = field(default_factory=Future)
     thread: int | None = None
     """The native id of the thread that compiles it; None before."""
@@ -68,7 +68,7 @@ class Compilations:
     """Compiles grammars in threads of their own; has what vLLM uses of a ThreadPoolExecutor.
 
     Args:
-        seconds: What a grammar may take, and may wait for others before.
+        seconds: Time that a grammar may take, and may wait for others before.
         check: Raises ValueError where a compiled grammar is of no use, with the reason.
         most: Grammars at a time.
         now: The clock of the bounds, in seconds.
@@ -90,7 +90,7 @@ class Compilations:
         self._waiting: deque[Compilation] = deque()
         self._running: set[Compilation] = set()
         self._abandoned: set[Compilation] = set()
-        """Those that run on though nobody waits for them any more."""
+        """Compilations that run on though nobody waits for them any more."""
         self._closed = False
 
     def submit(self, create: Callable[[Request], Any], request: Request) -> Future[Any]:
@@ -104,7 +104,8 @@ class Compilations:
         return compilation.future
 
     def sweep(self) -> None:
-        """Give up what is late, and what nobody waits for; start what there is room for."""
+        """Give up compilations that are late, and those that nobody waits for; start others, as many as
+        there is room for."""
         if not self._waiting and not self._running:
             return
         with self._lock:
@@ -117,13 +118,14 @@ class Compilations:
             self._start(now)
 
     def shutdown(self, **_: bool) -> None:
-        """Give up everything. What runs is not waited for, whatever vLLM's ``wait`` says."""
+        """Give up everything. Running threads are not waited for, whatever vLLM's ``wait`` says."""
         with self._lock:
             self._closed = True
             for compilation in [*self._running, *self._waiting]:
                 self._give_up(compilation, "the engine ends")
 
     def _start(self, now: float) -> None:
+        """Start waiting compilations while there is room. Call with the lock held."""
         while (
             self._waiting
             and len(self._running) < self._most
@@ -140,6 +142,7 @@ class Compilations:
             ).start()
 
     def _compile(self, compilation: Compilation) -> None:
+        """Compile, resolve the future, and start the next. Runs in a thread of its own."""
         compilation.thread = threading.get_native_id()
         grammar: Any = None
         problem: BaseException | None = None
@@ -160,6 +163,8 @@ class Compilations:
                 self._start(self._now())
 
     def _give_up(self, compilation: Compilation, reason: str) -> None:
+        """Fail the future with ``reason``, and let a running thread go on for nobody. Call with the
+        lock held."""
         if compilation in self._running:
             self._running.discard(compilation)
             self._abandoned.add(compilation)
@@ -172,6 +177,7 @@ class Compilations:
             compilation.future.set_exception(ValueError(reason))
 
     def _late(self, compilation: Compilation) -> str:
+        """The sentence for the client of a compilation that is late."""
         if compilation not in self._running:
             return (
                 f"the grammar has waited for {self._seconds:g} s while those of other requests are "
@@ -185,12 +191,12 @@ class Compilations:
 
 
 def _sentence(error: BaseException) -> str:
-    """One line of what a backend says, which may be several with a trace of its own."""
+    """A backend's message in one line; it may be several, with a trace of its own."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def allows_nothing(manager: StructuredOutputManager, grammar: Any) -> bool:
-    """Whether no token may come next by a compiled grammar of ``manager``'s."""
+    """Say if a compiled grammar of ``manager``'s allows no next token, and has not ended either."""
     if grammar.is_terminated():
         return False
     assert manager.backend is not None, "a grammar was compiled"
@@ -210,7 +216,8 @@ def check_grammar(manager: StructuredOutputManager, grammar: Any) -> None:
 def compile_beside(
     manager: StructuredOutputManager, vllm_config: VllmConfig
 ) -> Compilations | None:
-    """Have ``manager`` compile its grammars here; None where it has no tokenizer, and so none."""
+    """Have ``manager`` compile its grammars by :class:`Compilations`, which are returned; None where it
+    has no tokenizer, and so no grammars."""
     pool = getattr(manager, "executor", None)
     if pool is None:
         return None

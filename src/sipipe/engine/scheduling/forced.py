@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
 MANY = 32
-"""Allowed tokens from which on there is a choice: a vocabulary has fewer beginnings of one text."""
+"""Allowed tokens, above which there is a choice: a vocabulary has fewer beginnings of one text."""
 
 
 class ForcedTokens:
@@ -46,12 +46,12 @@ class ForcedTokens:
     def of(self, request: Request, most: int) -> list[int]:
         """The next tokens of ``request``, ``most`` at most, as far as its grammar leaves no choice;
         its grammar is then as it was. Empty: there is a choice, or no grammar is in force."""
-        asked = request.structured_output_request
-        if asked is None:
+        structured = request.structured_output_request
+        if structured is None:
             return []
-        if self._manager.reasoner_cls is not None and not asked.reasoning_ended:
+        if self._manager.reasoner_cls is not None and not structured.reasoning_ended:
             return []
-        grammar: Any = asked.grammar
+        grammar: Any = structured.grammar
         tokens: list[int] = []
         advanced = 0
         try:
@@ -94,8 +94,8 @@ def few_of(bits: npt.NDArray[np.int32], most: int) -> list[int]:
     numbers = np.flatnonzero(single)
     if len(numbers) > most:
         return []
-    found: list[int] = (words[numbers // 32] * 32 + numbers % 32).tolist()
-    return found
+    bits_set: list[int] = (words[numbers // 32] * 32 + numbers % 32).tolist()
+    return bits_set
 
 
 def agreed(names: Sequence[str]) -> int | None:

@@ -169,7 +169,7 @@ class PrefillThrottle:
         slots: int,
         measured: bool,
     ) -> Allowance:
-        """What prompts may take at this visit.
+        """The time and the tokens that prompts may take at this visit.
 
         Args:
             pending: Seconds, at these prices, of unscheduled prompts' tokens that may run.

@@ -49,11 +49,11 @@ from sipipe.engine.scheduling.times import Load, usual
 from sipipe.engine.setup.derived import settings_of
 
 NEVER = sys.maxsize
-"""As a step."""
+"""A step that does not come: a request that is eligible from it on waits for its slot's visit."""
 
 
 class PipelineScheduler(Scheduler):
-    """Drop-in for ``--scheduler-cls``; ``slot`` is that of the microbatch scheduled last.
+    """Drop-in for ``--scheduler-cls``.
 
     The number of slots m is ``VllmConfig.max_concurrent_batches``, as for EngineCore's batch
     queue, less what is scheduled ``ahead``. With m of 1 it behaves exactly as vLLM's. Tunables come from
@@ -74,7 +74,7 @@ class PipelineScheduler(Scheduler):
             slots=self.vllm_config.max_concurrent_batches - self.ahead,
             first=usual(decoder_of(self.vllm_config).facts),
         )
-        """Knows how long microbatches take, and says how many slots to open."""
+        """Measured times of microbatches, and the number of slots to open by them."""
         self._policy = SlotPolicy(
             slots=self.controller.slots,
             max_tokens=self.max_num_scheduled_tokens,
@@ -89,20 +89,27 @@ class PipelineScheduler(Scheduler):
         self._cuts_chunks = self.scheduler_config.enable_chunked_prefill and not (
             self.is_encoder_decoder or self.scheduler_config.disable_chunked_mm_input
         )
-        # Of the schedule() call in progress; None outside.
         self._allowance: Allowance | None = None
+        """Allowance of the schedule() call in progress; None outside."""
         self._prompts: list[Request] = []
-        """Running requests that compute their prompts, at the last visit ..."""
+        """Running requests that computed their prompts at the last visit."""
         self._prompts_wait = False
-        """... and whether there were such tokens, of these or of waiting requests."""
+        """True if prompt tokens were pending at the last visit, of these or of waiting requests."""
         self._adapter_last_step: dict[int, int] = {}
-        # The last visit was empty; a batch has come back right after, or is to; how many are out.
-        self._empty = self._hurries = False
+        """Step in which each LoRA adapter of running requests was let in last."""
+        self._empty = False
+        """True if the last visit was empty, and no result has come since."""
+        self._hurries = False
+        """True if a batch came back right after an empty visit, or is still out: the engine's loop must
+        not pause (:meth:`has_requests`)."""
         self._out = 0
-        self.slot = self.turn = 0
-        """Of the microbatch scheduled last; turns are counted from 0, with empty ones."""
+        """Batches with tokens that are out."""
+        self.slot = 0
+        """Slot of the microbatch scheduled last."""
+        self.turn = 0
+        """Microbatches scheduled so far, with empty ones."""
         self.load = Load()
-        """What is in the microbatch scheduled last, where there are slots."""
+        """Load of the microbatch scheduled last, where there are slots."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One microbatch: the members of the slot whose turn it is, and a share of the prefill."""
@@ -110,44 +117,54 @@ class PipelineScheduler(Scheduler):
             return super().schedule(throttle_prefills)
         plan = self._visit()
         decode_tokens = self._let_in(plan)
-        limit = self.max_num_scheduled_tokens
+        # vLLM's own limits, lowered for this call alone.
+        most_tokens = self.max_num_scheduled_tokens
+        most_requests = self.max_num_active_reqs
         if self._cuts_chunks:
-            self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill.tokens)
+            self.max_num_scheduled_tokens = min(most_tokens, decode_tokens + plan.prefill.tokens)
         self._allowance = plan.prefill if self._prompts_wait else None
-        active = self.max_num_active_reqs
         try:
             output = super().schedule(throttle_prefills)
         finally:
-            self.max_num_scheduled_tokens, self.max_num_active_reqs = limit, active
+            self.max_num_scheduled_tokens = most_tokens
+            self.max_num_active_reqs = most_requests
             self._allowance = None
             for sequence in plan.decode:
                 sequence.id.next_decode_eligible_step = NEVER
         total = output.total_num_scheduled_tokens
         self.load = plan.prefill.formed(output.num_scheduled_tokens, total)
-        self.slot, self.turn = plan.slot, self.turn + 1
-        self._empty, self._hurries = not total, False
-        self._out += not self._empty
+        self.slot = plan.slot
+        self.turn += 1
+        self._empty = total == 0
+        self._hurries = False
+        if total:
+            self._out += 1
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's; notices a batch that is out, or comes back, in the step of an empty visit."""
+        """Take a result in, as vLLM's, and notice a batch that is out, or comes back, in the step of an
+        empty visit."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        ran = bool(scheduler_output.total_num_scheduled_tokens)
-        self._out -= ran
+        ran = scheduler_output.total_num_scheduled_tokens > 0
+        if ran:
+            self._out -= 1
         self._hurries = self._empty and (ran or self._out > 0)
         self._empty = False  # later results belong to other steps
         return outputs
 
     def has_requests(self) -> bool:
-        """vLLM's, but False once after the step of an empty visit, where a batch is out or has come
-        back. A closed slot's visit is empty, and its step ends with the oldest batch's result.
-        EngineCore's loop asks this next, and pauses for a millisecond after an empty visit if there
-        are requests: just when those of that batch could run again, or others be scheduled ahead.
-        Who else asks first loses nothing: the loop has the empty batch in its queue."""
+        """Answer as vLLM's, but False once after the step of an empty visit, where a batch is out or
+        has come back.
+
+        A closed slot's visit is empty, and its step ends with the oldest batch's result. EngineCore's
+        loop asks this next, and pauses for a millisecond after an empty visit if there are requests:
+        just when those of that batch could run again, or others be scheduled ahead. If somebody else
+        asks first, nothing is lost: the loop has the empty batch in its queue.
+        """
         if self._hurries and envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # else there is no loop
             self._hurries = False
             return False
@@ -155,46 +172,66 @@ class PipelineScheduler(Scheduler):
         return unfinished
 
     def _visit(self) -> Plan:
-        """Tell the policy what runs and what is pending."""
-        joining: list[Sequence] = []
-        self._prompts = prompts = list[Request]()
-        prices = self._policy.prices
-        started = 0.0
-        for request in self._policy.follow(self.running):
-            if (sequence := _decoding(request)) is not None:
-                joining.append(sequence)
-                request.next_decode_eligible_step = NEVER
-                continue
-            prompts.append(request)
-            started += prices.chunk(request.num_computed_tokens, _pending_tokens(request))
-        arriving = len(prompts)
-        for request in self.kv_holding_waiting:
-            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                continue  # a session without a turn has nothing to compute
-            left = max(1, request.num_tokens - request.num_computed_tokens)
-            started += prices.chunk(request.num_computed_tokens, left)
-        waits = started
-        # What cannot be admitted yet is no reason to hurry.
-        admissible = max(0, self.max_num_active_reqs - len(self.running))
-        for request in itertools.islice(self.waiting, admissible):
-            if self._is_blocked_waiting_status(request.status):
-                # One token keeps vLLM's scan of the queue going, which is what unblocks it.
-                waits += prices.token
-                continue
-            waits += prices.chunk(0, request.num_tokens)
-            arriving += 1
-        self._prompts_wait = waits > 0
+        """Tell the policy what runs and what is pending; returns its plan."""
+        joining, self._prompts = self._without_slot()
+        started = self._started_prefill()
+        waiting, admissible = self._waiting_prefill()
+        pending = started + waiting
+        self._prompts_wait = pending > 0
         return self._policy.visit(
             joining,
             _decoding,
-            pending_prefill=waits,
+            pending_prefill=pending,
             started_prefill=started,
-            arriving=arriving,
+            arriving=len(self._prompts) + admissible,
             kv_free=1.0 - self.kv_cache_manager.usage,
         )
 
+    def _without_slot(self) -> tuple[list[Sequence], list[Request]]:
+        """Running requests without a slot: those that decode from now on, and those that compute
+        their prompts."""
+        joining: list[Sequence] = []
+        prompts: list[Request] = []
+        for request in self._policy.follow(self.running):
+            sequence = _decoding(request)
+            if sequence is None:
+                prompts.append(request)
+            else:
+                joining.append(sequence)
+                request.next_decode_eligible_step = NEVER
+        return joining, prompts
+
+    def _started_prefill(self) -> float:
+        """Time, at the policy's prices, of the pending prompt tokens of requests with KV cache."""
+        prices = self._policy.prices
+        seconds = 0.0
+        for request in self._prompts:
+            seconds += prices.chunk(request.num_computed_tokens, _pending_tokens(request))
+        for request in self.kv_holding_waiting:
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue  # a session without a turn has nothing to compute
+            tokens = max(1, request.num_tokens - request.num_computed_tokens)
+            seconds += prices.chunk(request.num_computed_tokens, tokens)
+        return seconds
+
+    def _waiting_prefill(self) -> tuple[float, int]:
+        """Time, at the policy's prices, of prompts that wait and can be admitted, and their number.
+        What cannot be admitted yet is no reason to hurry."""
+        prices = self._policy.prices
+        seconds = 0.0
+        admissible = 0
+        room = max(0, self.max_num_active_reqs - len(self.running))
+        for request in itertools.islice(self.waiting, room):
+            if self._is_blocked_waiting_status(request.status):
+                # One token keeps vLLM's scan of the queue going, which is what unblocks it.
+                seconds += prices.token
+                continue
+            seconds += prices.chunk(0, request.num_tokens)
+            admissible += 1
+        return seconds, admissible
+
     def _let_in(self, plan: Plan) -> int:
-        """Let what the plan has enter, and prompts; returns the tokens of those that decode."""
+        """Let the plan's sequences enter, and prompts; returns the tokens of those that decode."""
         adapters = self._allowed_adapters(plan)
         for request in self._prompts:
             enters = adapters is None or _adapter(request) in adapters
@@ -207,9 +244,12 @@ class PipelineScheduler(Scheduler):
         return tokens
 
     def _allowed_adapters(self, plan: Plan) -> set[int] | None:
-        """LoRA adapters that may enter; None where all that want to enter fit. vLLM asserts that
-        running requests of a batch need at most ``max_loras``, but only checks it as it admits. Slots
-        and prefill chunks can bring more together: then those that have waited longest go first."""
+        """LoRA adapters that may enter; None where all that want to enter fit.
+
+        vLLM asserts that running requests of a batch need at most ``max_loras``, but only checks it as
+        it admits. Slots and prefill chunks can bring more together: then those that have waited
+        longest go first.
+        """
         if self.lora_config is None:
             return None
         entering: Iterable[Request] = [*(sequence.id for sequence in plan.decode), *self._prompts]
@@ -227,22 +267,25 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # schedule() asks this of every chunk, after all other caps and right before allocating.
-        told = self._allowance
-        allowance = None if told is None or request in self._policy.slot_of else told
-        if allowance is not None:
-            num_new_tokens = self._clip(allowance, request, num_computed_tokens, num_new_tokens)
+        allowance = self._allowance
+        if allowance is None or request in self._policy.slot_of:
+            decoding: int = super()._reserve_prefill_lookahead(
+                request, num_computed_tokens, num_new_tokens
+            )
+            return decoding
+        num_new_tokens = self._clip(allowance, request, num_computed_tokens, num_new_tokens)
         tokens: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        if allowance is not None:
-            ends = num_computed_tokens + tokens >= request.num_tokens
-            allowance.take(request.request_id, num_computed_tokens, tokens, ends)
+        ends = num_computed_tokens + tokens >= request.num_tokens
+        allowance.take(request.request_id, num_computed_tokens, tokens, ends)
         return tokens
 
     def _mamba_block_aligned_split(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
-        # Clip before the alignment: a clip after it would end chunks inside a block.
+        # Clip before the alignment: a clip after it would end chunks inside a block. vLLM hands on the
+        # tokens that a cache brings in ``args``, beside those that are computed.
         if self._allowance is not None and request not in self._policy.slot_of:
             start = request.num_computed_tokens + sum(args)
             num_new_tokens = self._clip(self._allowance, request, start, num_new_tokens)
@@ -250,7 +293,8 @@ class PipelineScheduler(Scheduler):
         return tokens
 
     def _clip(self, allowance: Allowance, request: Request, start: int, num_new_tokens: int) -> int:
-        """What of a prefill chunk fits into the allowance that is left."""
+        """Tokens, of a prefill chunk of ``num_new_tokens`` behind ``start``, that the allowance still
+        has room for."""
         if not allowance.starts and not request.num_computed_tokens:
             tokens = 0
         elif not self._cuts_chunks:
@@ -264,8 +308,8 @@ class PipelineScheduler(Scheduler):
 
 
 class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
-    """Can schedule a slot's next microbatch while its last is out (see the module's text); SiPipe's
-    engine sets it where it is ahead, and it alone."""
+    """Schedules a slot's next microbatch while its last may be out (see the module's text). Only
+    SiPipe's engine sets it, where it is ahead: the user has no reason to name it."""
 
 
 def _pending_tokens(request: Request) -> int:
@@ -276,13 +320,20 @@ def _pending_tokens(request: Request) -> int:
 
 
 def _decoding(request: Request) -> Sequence | None:
-    """What decodes, as the policy sees it; None: it computes its prompt (or, after a KV loss, again)."""
+    """The policy's view of a request that decodes; None: it computes its prompt, or does so again
+    after its KV cache was lost."""
     pending = _pending_tokens(request)
     if request.is_prefill_chunk or pending > 1 + len(request.spec_token_ids):
         return None
-    return Sequence(request, request.num_computed_tokens, pending > 0, pending or 1)
+    return Sequence(
+        id=request,
+        context=request.num_computed_tokens,
+        ready=pending > 0,
+        rows=pending or 1,
+    )
 
 
 def _adapter(request: Request) -> int:
+    """The number of a request's LoRA adapter; 0: it has none."""
     adapter: int = request.lora_request.lora_int_id if request.lora_request else 0
     return adapter

@@ -1,4 +1,4 @@
-"""Speculative decoding: whether drafts are verified, and how many, in the next microbatch.
+"""Speculative decoding: how many drafts the next microbatch verifies, if any.
 
 Samplers propose drafts (:mod:`sipipe.sampler.drafts`) with the tokens that they stand behind. They
 are in before the request's next turn, because a request is in one iteration at a time, so drafts go
@@ -7,9 +7,9 @@ each draft's position what they would have drawn there, and stop at the first th
 
 A draft is worth its row where it is likely enough: the row costs a share of the pass (the stage times
 that are measured anyway), a token that comes with it is worth as much as one of the pass's others. So
-speculation fades as the batch fills, and where nothing repeats, also what a grammar forces where
-drafts were not right often enough; rows of all iterations in flight stay
-within BIC-L's, and none are taken while the KV cache runs out.
+speculation fades as the batch fills, and where nothing repeats. Tokens that a grammar forces are left
+out too where drafts were not right often enough. Rows of all iterations in flight stay within BIC-L's,
+and no drafts are taken while the KV cache runs out.
 
 Drafts of a head on the last stage (:class:`HeadSpeculation`) come a little later than the tokens. The
 scheduler waits for them when it makes the slot's next microbatch: clients have the tokens by then. The
@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
@@ -49,40 +50,52 @@ if TYPE_CHECKING:
     from sipipe.engine.scheduling.concurrency import ConcurrencyController
 
 MOST = 16
-"""Of ``{"method": "ngram"}`` with nothing else: how many are worth it is decided anew each time."""
+"""The most drafts with ``{"method": "ngram"}`` and nothing else: how many of them are worth it is
+decided anew each time."""
 LENGTHS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+"""Tokens of the phrases that n-gram drafts are looked up by, where the user names none."""
 SETTINGS: dict[str | None, Any] = {"ngram": NGramSettings, "suffix": SuffixSettings}
-"""What samplers are told, by the methods that they have."""
+"""Settings of the samplers, by the methods that they have."""
 UNKNOWN_PRICE = 0.1
-"""Of a row, as long as batches of different sizes have not told it."""
-LEAST_WORTH, MARGIN = 0.05, 1.25
-"""How likely a draft has to be at least, and how much likelier than its price says: prices err."""
+"""Price of a row, as a part of a period, until batches of different sizes have told it."""
+LEAST_WORTH = 0.05
+"""Probability that a draft needs at least, however little a row costs: prices err."""
+MARGIN = 1.25
+"""Factor by which a draft has to be likelier than its price says, for the same reason."""
 _INT32 = 4
+"""Bytes of a token."""
 LOSS = 0.005
 """Part of its time that an engine may lose by trying drafts again that were not worth it. A try that
 fails takes :data:`RATE` of a draft's chance, which is then about its price, and comes back in steps of
 ``RATE * LOSS``: so tries are ``LOSS / price`` of the microbatches, and each costs the price."""
 RATE = 0.05
-"""Weight of the last microbatch in how many tokens come of a request in a pass."""
+"""Weight of the last microbatch in the means of what its requests got."""
 KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
 
 
 def fill_in(args: Any) -> str:
-    """Say what vLLM wants to be told in its ``EngineArgs``, and SiPipe decides by itself. Returns the
-    model that is to make the drafts, or nothing. Raises UnsupportedError: another method, before vLLM
-    looks for its model, or a library is missing."""
-    config = {key.replace("-", "_"): it for key, it in (args.speculative_config or {}).items()}
-    flags = {"method": args.spec_method, "model": args.spec_model}
-    flags["num_speculative_tokens"] = args.spec_tokens
-    asked = config | {flag: value for flag, value in flags.items() if value is not None}
-    if not asked:
+    """Fill in, in vLLM's ``EngineArgs``, what it wants to be told and SiPipe decides by itself.
+
+    Returns the model that is to make the drafts, or nothing. Raises UnsupportedError: another method,
+    before vLLM looks for its model, or a library is missing.
+    """
+    config = {
+        option.replace("-", "_"): value for option, value in (args.speculative_config or {}).items()
+    }
+    flags = {
+        "method": args.spec_method,
+        "model": args.spec_model,
+        "num_speculative_tokens": args.spec_tokens,
+    }
+    options = config | {flag: value for flag, value in flags.items() if value is not None}
+    if not options:
         return ""
-    method = str(asked.get("method") or asked.get("model") or "ngram").strip("[]")
-    # Of a model without a method vLLM says what it is.
-    derived = method not in SETTINGS and asked.get("method") is None
+    method = str(options.get("method") or options.get("model") or "ngram").strip("[]")
+    # Without a method, vLLM derives it from the model.
+    derived = method not in SETTINGS and options.get("method") is None
     if derived or method in (*HEADS, *get_args(MTPModelTypes)):
-        return str(asked.get("model") or "")
+        return str(options.get("model") or "")
     if method not in SETTINGS:
         raise UnsupportedError(_refused(f'"{method}"'))
     if method == "suffix" and find_spec("arctic_inference") is None:
@@ -91,16 +104,18 @@ def fill_in(args: Any) -> str:
             "pip install arctic-inference==0.1.1"
         )
     if method == "ngram":
-        lengths = {} if asked.keys() & LENGTHS.keys() else LENGTHS  # of one, vLLM makes the other
-        filled = {"num_speculative_tokens": MOST, **lengths}
-        config |= {name: value for name, value in filled.items() if name not in asked}
+        defaults = {"num_speculative_tokens": MOST}
+        if not options.keys() & LENGTHS.keys():  # from one of them, vLLM makes the other
+            defaults |= LENGTHS
+        config |= {name: value for name, value in defaults.items() if name not in options}
     args.speculative_config = config
     return ""
 
 
 def check_speculation(vllm_config: VllmConfig) -> None:
     """Refuse what the samplers cannot propose or verify (UnsupportedError: the option)."""
-    if (speculative := vllm_config.speculative_config) is None:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
         return
     model = vllm_config.model_config
     reasons = {
@@ -118,8 +133,8 @@ def check_speculation(vllm_config: VllmConfig) -> None:
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
     }
     reasons[why_no_head(vllm_config)] = bool(why_no_head(vllm_config))
-    for reason, found in reasons.items():
-        if found:
+    for reason, holds in reasons.items():
+        if holds:
             raise UnsupportedError(_refused(reason))
 
 
@@ -131,35 +146,46 @@ def _refused(what: str) -> str:
 
 
 def proposing(vllm_config: VllmConfig) -> NGramSettings | SuffixSettings | None:
-    """What samplers propose drafts by."""
+    """The settings that samplers propose drafts by; None: they propose none.
+
+    A setting has the name of vLLM's, whose values these are.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in HEADS:
         return None
     kind = SETTINGS[speculative.method]
-    told = {field.name: getattr(speculative, field.name) for field in fields(kind)}
-    made: NGramSettings | SuffixSettings = kind(**told)
-    return made
+    values = {field.name: getattr(speculative, field.name) for field in fields(kind)}
+    settings: NGramSettings | SuffixSettings = kind(**values)
+    return settings
 
 
 class NoSpeculation:
-    """Requests get a token in each of their turns."""
+    """Decoding without drafts: requests get a token in each of their turns."""
 
     def fit(self) -> None:
-        """A microbatch is scheduled next."""
+        """Prepare for a microbatch, which is scheduled next."""
 
     def take(self, iteration: Iteration) -> None:
-        """The scheduler has taken the tokens of ``iteration``."""
+        """Learn from ``iteration``, whose tokens the scheduler has taken."""
 
 
 class Speculation(NoSpeculation):
-    """With drafts. ``controller``: what knows the stages' times; None where nothing does. ``target``:
-    seconds that a period may take, rows of drafts included; 0: any."""
+    """Decoding with drafts that samplers propose, and tokens that grammars force.
+
+    Args:
+        scheduler: The engine's ``ObservedScheduler``.
+        controller: Knows the stages' times; None where nothing does.
+        target: Seconds that a period may take, rows of drafts included; 0: any.
+    """
 
     def __init__(
         self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
     ) -> None:
-        self._scheduler, self._controller, self._target = scheduler, controller, target
-        self._live, self._rows = scheduler.telemetry.live, scheduler.rows
+        self._scheduler = scheduler
+        self._controller = controller
+        self._target = target
+        self._live = scheduler.telemetry.live
+        self._rows = scheduler.rows
         # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
         sizes = scheduler.max_num_running_reqs + 1
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
@@ -169,10 +195,14 @@ class Speculation(NoSpeculation):
         self._forcing = BestEffort("finding the tokens that a grammar forces")
         self._price: float | None = None
         """Share of a period that one more row in each microbatch costs; None: not known yet."""
-        self._each = self._right = 1.0
-        """Tokens of a request in a pass, lately; and what part of drafts was accepted."""
+        self._tokens_a_pass = 1.0
+        """Tokens of a request in a pass, lately."""
+        self._accepted = 1.0
+        """Part of the drafts that was accepted, lately."""
 
     def fit(self) -> None:
+        """Cut the drafts of running requests to those that the next microbatch is to verify, and tell
+        the samplers how likely new ones have to be."""
         if not self._fitting(False, self._fit):
             # Drafts that nobody has counted could have more rows than BIC-L.
             for request in self._scheduler.running:
@@ -180,80 +210,116 @@ class Speculation(NoSpeculation):
             self._scheduler.tracker.worth = 1.0
 
     def _fit(self) -> bool:
+        """Do the work of :meth:`fit`; True: it is done."""
+        formed = max(self._controller.formed, 1) if self._controller is not None else 1
+        sequences = max(1.0, len(self._scheduler.running) / formed)
+        room = self._room(sequences, formed)
+        self._cut_drafts(room)
+        self._price = None if self._controller is None else self._controller.price(sequences)
+        price = UNKNOWN_PRICE if self._price is None else self._price * MARGIN
+        # A row costs that part of the period, in which the microbatch's requests get their tokens.
+        worth = price * sequences * self._tokens_a_pass
+        self._scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
+        return True
+
+    def _room(self, sequences: float, formed: int) -> int:
+        """Drafts that the next microbatch has room for.
+
+        Args:
+            sequences: Sequences of a microbatch, on average.
+            formed: Microbatches that they form.
+        """
         scheduler = self._scheduler
-        running: list[Request] = scheduler.running
-        drafting = [request for request in running if request.spec_token_ids]
-        asked = sum(scheduler.get_request_counts())
-        room = min(self._rows, scheduler.max_num_scheduled_tokens)
-        room -= min(asked, scheduler.max_num_running_reqs) + scheduler.iterations.drafts()
         if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
-            room = 0
-        controller = self._controller
-        formed = max(controller.formed, 1) if controller is not None else 1
-        sequences = max(1.0, len(running) / formed)
-        if controller is not None and self._target:
-            more = controller.within(self._target, math.ceil(sequences) + room) - sequences
-            room = min(room, max(0, int(formed * more)))
+            return 0
+        # Each request may need a row of its own by then.
+        requests = min(sum(scheduler.get_request_counts()), scheduler.max_num_running_reqs)
+        room: int = min(self._rows, scheduler.max_num_scheduled_tokens)
+        room -= requests + scheduler.iterations.drafts()
+        if self._controller is not None and self._target:
+            most = self._controller.within(self._target, math.ceil(sequences) + room)
+            room = min(room, max(0, int(formed * (most - sequences))))
+        return room
+
+    def _cut_drafts(self, room: int) -> None:
+        """Cut running requests' drafts to what they may still get, and level them to ``room`` in all."""
+        drafting = [request for request in self._scheduler.running if request.spec_token_ids]
         for request in drafting:
-            left = request.max_tokens - request.num_output_tokens - 1
-            request.spec_token_ids = request.spec_token_ids[: max(left, 0)]
+            remaining = request.max_tokens - request.num_output_tokens - 1
+            request.spec_token_ids = request.spec_token_ids[: max(remaining, 0)]
         most = _level([len(request.spec_token_ids) for request in drafting], room)
         for request in drafting:
             request.spec_token_ids = request.spec_token_ids[:most]
-        price = self._price = controller.price(sequences) if controller is not None else None
-        worth = (UNKNOWN_PRICE if price is None else price * MARGIN) * sequences * self._each
-        scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
-        return True
 
     def take(self, iteration: Iteration) -> None:
+        """Count the drafts that ``iteration`` verified, and hand the scheduler those it brought."""
         self._taking(None, self._take, iteration)
 
     def _take(self, iteration: Iteration) -> None:
+        self._count(iteration)
+        drafts = iteration.outcome.drafts
+        if iteration.work.step.grammar and self._accepted > self._scheduler.tracker.worth:
+            drafts.update(self._forced_tokens(iteration))
+        self._hand_on(iteration.number, drafts)
+
+    def _count(self, iteration: Iteration) -> None:
+        """Count the drafts that ``iteration`` verified, in the figures and in the means."""
+        rows = len(iteration.work.sampled)
+        if not rows:
+            return
         drafts = iteration.output.scheduled_spec_decode_tokens
-        if rows := len(iteration.work.sampled):
-            drawn = sum(len(part.tokens) for part in iteration.answers.tokens or ()) // _INT32
-            offered = sum(map(len, drafts.values()))
-            requests = rows - offered - len(iteration.outcome.errors)  # which get no token
-            if requests > 0:
-                self._each += RATE * (drawn / requests - self._each)
-            if self._controller is not None:
-                each = rows / max(rows - offered, 1)
-                self._controller.rows += RATE * (each - self._controller.rows)
-            if offered:
-                self._right += RATE * (max(0, drawn - requests) / offered - self._right)
-            self._live.add(Word.DRAFTS, offered)
-            self._live.add(Word.ACCEPTED, max(0, drawn - requests))
-            self._live.add(Word.DRAFTED, len(drafts))
-        found = iteration.outcome.drafts
-        if iteration.work.step.grammar and self._right > self._scheduler.tracker.worth:
+        drawn = sum(len(part.tokens) for part in iteration.answers.tokens or ()) // _INT32
+        offered = sum(map(len, drafts.values()))
+        requests = rows - offered - len(iteration.outcome.errors)  # which get no token
+        accepted = max(0, drawn - requests)
+        if requests > 0:
+            self._tokens_a_pass += RATE * (drawn / requests - self._tokens_a_pass)
+        if self._controller is not None:
+            rows_a_request = rows / max(rows - offered, 1)
+            self._controller.rows += RATE * (rows_a_request - self._controller.rows)
+        if offered:
+            self._accepted += RATE * (accepted / offered - self._accepted)
+        self._live.add(Word.DRAFTS, offered)
+        self._live.add(Word.ACCEPTED, accepted)
+        self._live.add(Word.DRAFTED, len(drafts))
+
+    def _forced_tokens(self, iteration: Iteration) -> dict[str, list[int]]:
+        """The tokens that grammars leave no choice in, of the requests that ``iteration`` sampled."""
+        forced: dict[str, list[int]] = {}
+        for request_id in dict.fromkeys(iteration.work.sampled):
+            request = self._scheduler.requests.get(request_id)
+            if request is None:
+                continue
             most = self._scheduler.num_spec_tokens
-            for request_id in dict.fromkeys(iteration.work.sampled):
-                request = self._scheduler.requests.get(request_id)
-                if request is None:
-                    continue
-                if forced := self._forcing([], self._forced.of, request, most):
-                    found[request_id] = forced
-        # One that was preempted may be in another iteration by now, whose token comes first.
-        found = {
-            name: tokens for name, tokens in found.items() if self._is_next(name, iteration.number)
-        }
-        if found:
-            drafts = DraftTokenIds(list(found), list(found.values()))
-            self._scheduler.update_draft_token_ids(drafts)
+            tokens = self._forcing([], self._forced.of, request, most)
+            if tokens:
+                forced[request_id] = tokens
+        return forced
+
+    def _hand_on(self, number: int, drafts: Mapping[str, list[int]]) -> None:
+        """Hand the scheduler drafts that iteration ``number`` brought, by request. One that was
+        preempted may be in another iteration by now, whose token comes first: it gets none."""
+        drafts = {name: tokens for name, tokens in drafts.items() if self._is_next(name, number)}
+        if drafts:
+            self._scheduler.update_draft_token_ids(
+                DraftTokenIds(req_ids=list(drafts), draft_token_ids=list(drafts.values()))
+            )
 
     def _is_next(self, request_id: str, number: int) -> bool:
-        """Say if what iteration ``number`` brought is the last that the request has."""
+        """Say if the tokens of iteration ``number`` are the last that the request has."""
         request: Request | None = self._scheduler.requests.get(request_id)
         running = request is not None and request.status == RequestStatus.RUNNING
         return running and bool(self._scheduler.tracker.is_last(number, request_id))
 
 
 class HeadSpeculation(Speculation):
-    """With drafts of a head, which come after the tokens that they stand behind: they are waited for
-    when the scheduler has handed the tokens on and makes the next microbatch."""
+    """Decoding with drafts of a head, which come after the tokens that they stand behind: they are
+    waited for when the scheduler has handed the tokens on and makes the next microbatch."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
+    ) -> None:
+        super().__init__(scheduler, controller, target)
         self._awaited: list[int] = []
         """Iterations whose tokens were taken in since the last microbatch was made."""
         self._scheduler.head_drafts.steps = self._scheduler.num_spec_tokens
@@ -261,17 +327,10 @@ class HeadSpeculation(Speculation):
         """Probability of each draft, if those before it are right, lately."""
 
     def _fit(self) -> bool:
-        awaited, self._awaited = self._awaited, []
+        awaited = self._awaited
+        self._awaited = []
         for number, drafts in self._scheduler.head_drafts.take(awaited).items():
-            # What a grammar forces is right, and stands already.
-            proposed = {
-                name: tokens
-                for name, tokens in drafts.items()
-                if self._is_next(name, number) and not self._scheduler.requests[name].spec_token_ids
-            }
-            if proposed:
-                ids = DraftTokenIds(list(proposed), list(proposed.values()))
-                self._scheduler.update_draft_token_ids(ids)
+            self._hand_on(number, self._unforced(drafts))
         super()._fit()
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
         most = min(self._worth_making(), self._scheduler.head_drafts.steps + 1)
@@ -281,6 +340,16 @@ class HeadSpeculation(Speculation):
         for request in self._scheduler.running:
             request.spec_token_ids = request.spec_token_ids[: max(most, 1)]
         return True
+
+    def _unforced(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """``drafts`` of requests that have none yet: tokens that a grammar forces are right, and stand
+        already."""
+        requests = self._scheduler.requests
+        return {
+            name: tokens
+            for name, tokens in drafts.items()
+            if name in requests and not requests[name].spec_token_ids
+        }
 
     def _worth_making(self) -> int:
         """Drafts of a request that are worth their rows and the head's passes; as many as there can be
@@ -292,8 +361,8 @@ class HeadSpeculation(Speculation):
             return len(self._chances)
         worth += self._pass_price()
         chance = 1.0
-        for number, right in enumerate(self._chances):
-            chance *= right
+        for number, step in enumerate(self._chances):
+            chance *= step
             if chance <= worth:
                 return number
         return len(self._chances)
@@ -304,27 +373,45 @@ class HeadSpeculation(Speculation):
             return 0.0
         formed = max(self._controller.formed, 1)
         period = self._controller.period(len(self._scheduler.running), formed)
-        seconds = formed * self._scheduler.head_drafts.pass_seconds
-        return self._each * seconds / (period + seconds) if period > 0 else 0.0
+        seconds: float = formed * self._scheduler.head_drafts.pass_seconds
+        if period <= 0:
+            return 0.0
+        return self._tokens_a_pass * seconds / (period + seconds)
 
     def _take(self, iteration: Iteration) -> None:
         self._awaited.append(iteration.number)
         super()._take(iteration)
+        self._follow_chances(iteration)
+
+    def _follow_chances(self, iteration: Iteration) -> None:
+        """Follow the probability of each draft, by those that ``iteration`` verified."""
         drafts = iteration.output.scheduled_spec_decode_tokens
         if not drafts:
             return
-        rows = Counter[str]()
+        # A request gets a token for each draft that was right, and one more.
+        drawn = Counter[str]()
         for part in iteration.answers.tokens or ():
-            rows.update(iteration.work.sampled[row] for row in int32_view(part.rows).tolist())
-        lengths = [(len(tokens), rows[name] - 1) for name, tokens in drafts.items() if rows[name]]
+            drawn.update(iteration.work.sampled[row] for row in int32_view(part.rows).tolist())
+        offered_and_right = [
+            (len(tokens), drawn[name] - 1) for name, tokens in drafts.items() if drawn[name]
+        ]
         for number, chance in enumerate(self._chances):
-            tried = [right > number for length, right in lengths if min(length, right + 1) > number]
-            if tried:
-                self._chances[number] += RATE * (sum(tried) / len(tried) - chance)
+            # A draft was tried where those before it were right.
+            hits = [
+                right > number
+                for offered, right in offered_and_right
+                if min(offered, right + 1) > number
+            ]
+            if hits:
+                self._chances[number] += RATE * (sum(hits) / len(hits) - chance)
 
 
 def _level(lengths: list[int], room: int) -> int:
-    """The largest number of drafts that each may have, so that all have ``room`` at most."""
+    """The largest number of drafts that each request may have, so that all have ``room`` at most.
+
+    Args:
+        lengths: Drafts that there are, by request.
+    """
     most = max(lengths, default=0)
     while most and sum(min(length, most) for length in lengths) > room:  # bound: `most`
         most -= 1
@@ -332,7 +419,7 @@ def _level(lengths: list[int], room: int) -> int:
 
 
 def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoSpeculation:
-    """What there is of it in this engine."""
+    """The kind of speculation that this engine has."""
     if not scheduler.rows:
         return NoSpeculation()
     config = settings_of(scheduler.vllm_config)
@@ -341,8 +428,8 @@ def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoS
 
 
 def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
-    """The stages': their preparation places drafts as it places other tokens, and vLLM's runner has
-    no drafter to make, no part of its own in them."""
-    made = copy.copy(vllm_config)
-    made.speculative_config = None
-    return made
+    """The configuration of the stages: their preparation places drafts as it places other tokens, and
+    vLLM's runner has no drafter to make, no part of its own in them."""
+    without = copy.copy(vllm_config)
+    without.speculative_config = None
+    return without
