@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.engine.setup.checkpoint import _check_shards, check_model
 from sipipe.engine.start import plugin
+from sipipe.engine.start.refusals import checked
 from sipipe.errors import ConfigError, SiPipeError
 
 
@@ -92,9 +93,9 @@ def test_other_executors_are_no_business_of_ours(tmp_path, monkeypatch, backend,
     monkeypatch.syspath_prepend(tmp_path)
     if ours is None:
         with pytest.raises(ConfigError, match=r"did you mean sipipe\.Executor"):
-            plugin._asks_for_us(backend)
+            plugin.asks_for_sipipe(backend)
     else:
-        assert plugin._asks_for_us(backend) is ours
+        assert plugin.asks_for_sipipe(backend) is ours
 
 
 @pytest.mark.parametrize(
@@ -117,5 +118,5 @@ def test_a_hub_that_was_not_reached_may_be_reached_next_time(cause, status, rais
             raise raised("We couldn't connect\nCheck your connection") from error
 
     with pytest.raises(SiPipeError, match=r"We couldn't connect$") as caught:
-        plugin.checked(call, "org/model")
+        checked(call, "org/model")
     assert caught.value.status == status

@@ -16,8 +16,9 @@ from vllm.v1.engine import async_llm, core, utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from sipipe.engine.start import ends, plugin
+from sipipe.engine.start import ends
 from sipipe.engine.start.ends import EngineProcesses
+from sipipe.engine.start.failed_requests import tell_clients_why
 from sipipe.errors import EngineDiedError
 from sipipe.ipc.last_word import last_word, leave_last_word
 
@@ -149,7 +150,7 @@ def test_clients_of_a_front_end_that_fails_are_told_why(monkeypatch):
         raise EngineGenerateError from ValueError("Counters can only be incremented")
 
     monkeypatch.setattr(AsyncLLM, "generate", generate)
-    plugin.tell_clients_why()
+    tell_clients_why()
 
     async def ask():
         engine = SimpleNamespace(errored=True)

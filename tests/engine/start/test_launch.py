@@ -464,7 +464,6 @@ def test_a_directory_that_is_not_there_is_looked_for_on_the_hub_once(
             raise answer
 
     monkeypatch.setattr(checkpoint, "model_info", ask)
-    monkeypatch.setattr(plugin, "_is_vllms_command", lambda: False)
     plugin.register()
     monkeypatch.setattr(EngineArgs.create_engine_config, "__wrapped__", read)
     with pytest.raises(refused or ReadsIt) as caught:

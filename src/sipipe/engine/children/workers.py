@@ -25,10 +25,10 @@ from vllm.v1.executor.multiproc_executor import set_multiprocessing_worker_envs
 from sipipe.engine.children.children import Child, Children
 from sipipe.engine.children.forking import begin_worker, may_fork, waiting
 from sipipe.engine.layers.cut import layer_split
-from sipipe.engine.scheduling.speculation import without_speculation
 from sipipe.engine.setup.compatibility import device_may_draw
 from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.record import Setup
+from sipipe.engine.setup.speculative_config import without_speculation
 from sipipe.gpu_slices import slice_for_worker
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint

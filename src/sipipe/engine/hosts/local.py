@@ -22,9 +22,9 @@ from sipipe.engine.children.events import Events
 from sipipe.engine.children.samplers import Samplers
 from sipipe.engine.children.workers import Workers
 from sipipe.engine.iteration.bus import ENTRY_BYTES, ring_entries
-from sipipe.engine.scheduling.speculation import proposing
 from sipipe.engine.setup.memory_budget import logits_entries
 from sipipe.engine.setup.record import Setup
+from sipipe.engine.setup.speculative_config import proposing
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint

@@ -23,25 +23,17 @@ Who runs here: the engine's thread.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
-from vllm.config.speculative import MTPModelTypes
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.best_effort import BestEffort
 from sipipe.engine.scheduling.forced import ForcedTokens
 from sipipe.engine.setup.derived import settings_of
-from sipipe.engine.setup.draft_head import HEADS, why_no_head
-from sipipe.errors import UnsupportedError
-from sipipe.messages.start_records import NGramSettings, SuffixSettings
 from sipipe.messages.step import int32_view
 from sipipe.observe.live import Word
 
@@ -49,13 +41,6 @@ if TYPE_CHECKING:
     from sipipe.engine.iteration.iteration import Iteration
     from sipipe.engine.scheduling.concurrency import ConcurrencyController
 
-MOST = 16
-"""The most drafts with ``{"method": "ngram"}`` and nothing else: how many of them are worth it is
-decided anew each time."""
-LENGTHS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-"""Tokens of the phrases that n-gram drafts are looked up by, where the user names none."""
-SETTINGS: dict[str | None, Any] = {"ngram": NGramSettings, "suffix": SuffixSettings}
-"""Settings of the samplers, by the methods that they have."""
 UNKNOWN_PRICE = 0.1
 """Price of a row, as a part of a period, until batches of different sizes have told it."""
 LEAST_WORTH = 0.05
@@ -72,91 +57,6 @@ RATE = 0.05
 """Weight of the last microbatch in the means of what its requests got."""
 KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
-
-
-def fill_in(args: Any) -> str:
-    """Fill in, in vLLM's ``EngineArgs``, what it wants to be told and SiPipe decides by itself.
-
-    Returns the model that is to make the drafts, or nothing. Raises UnsupportedError: another method,
-    before vLLM looks for its model, or a library is missing.
-    """
-    config = {
-        option.replace("-", "_"): value for option, value in (args.speculative_config or {}).items()
-    }
-    flags = {
-        "method": args.spec_method,
-        "model": args.spec_model,
-        "num_speculative_tokens": args.spec_tokens,
-    }
-    options = config | {flag: value for flag, value in flags.items() if value is not None}
-    if not options:
-        return ""
-    method = str(options.get("method") or options.get("model") or "ngram").strip("[]")
-    # Without a method, vLLM derives it from the model.
-    derived = method not in SETTINGS and options.get("method") is None
-    if derived or method in (*HEADS, *get_args(MTPModelTypes)):
-        return str(options.get("model") or "")
-    if method not in SETTINGS:
-        raise UnsupportedError(_refused(f'"{method}"'))
-    if method == "suffix" and find_spec("arctic_inference") is None:
-        raise UnsupportedError(
-            '--speculative-config: method "suffix" needs Arctic Inference: '
-            "pip install arctic-inference==0.1.1"
-        )
-    if method == "ngram":
-        defaults = {"num_speculative_tokens": MOST}
-        if not options.keys() & LENGTHS.keys():  # from one of them, vLLM makes the other
-            defaults |= LENGTHS
-        config |= {name: value for name, value in defaults.items() if name not in options}
-    args.speculative_config = config
-    return ""
-
-
-def check_speculation(vllm_config: VllmConfig) -> None:
-    """Refuse what the samplers cannot propose or verify (UnsupportedError: the option)."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return
-    model = vllm_config.model_config
-    reasons = {
-        f'method "{speculative.method}"': speculative.method not in (*SETTINGS, *HEADS),
-        "num_speculative_tokens_per_batch_size (SiPipe decides by measured times)": (
-            speculative.uses_dynamic_speculative_decoding()
-        ),
-        "a model with recurrent states": model.has_inner_state,
-        "encoder-decoder models": model.is_encoder_decoder,
-        "a model whose prefill leaves tokens out": model.rswa_window is not None,
-        "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
-        f'"rejection_sample_method": "{speculative.rejection_sample_method}"': (
-            speculative.rejection_sample_method != "standard"
-        ),
-        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
-    }
-    reasons[why_no_head(vllm_config)] = bool(why_no_head(vllm_config))
-    for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedError(_refused(reason))
-
-
-def _refused(what: str) -> str:
-    return (
-        f"--speculative-config: SiPipe does not support {what}: take "
-        '{"method": "ngram"} without it, or leave the option out'
-    )
-
-
-def proposing(vllm_config: VllmConfig) -> NGramSettings | SuffixSettings | None:
-    """The settings that samplers propose drafts by; None: they propose none.
-
-    A setting has the name of vLLM's, whose values these are.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in HEADS:
-        return None
-    kind = SETTINGS[speculative.method]
-    values = {field.name: getattr(speculative, field.name) for field in fields(kind)}
-    settings: NGramSettings | SuffixSettings = kind(**values)
-    return settings
 
 
 class NoSpeculation:
@@ -425,11 +325,3 @@ def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoS
     config = settings_of(scheduler.vllm_config)
     kind = Speculation if scheduler.head_drafts is None else HeadSpeculation
     return kind(scheduler, controller, config.microbatches.tpot_target_ms / 1e3)
-
-
-def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration of the stages: their preparation places drafts as it places other tokens, and
-    vLLM's runner has no drafter to make, no part of its own in them."""
-    without = copy.copy(vllm_config)
-    without.speculative_config = None
-    return without

@@ -14,8 +14,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import alone, this_machine
-from sipipe.engine.scheduling.speculation import check_speculation
 from sipipe.engine.setup.derived import settings_of
+from sipipe.engine.setup.speculative_config import check_speculation
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.kv_files import settings as kv_files
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 from vllm.config import VllmConfig
 from vllm.config.utils import config as config_class
 
-from sipipe.engine.scheduling.speculation import without_speculation
 from sipipe.engine.setup import compatibility
 from sipipe.engine.setup.derived import settings_of
+from sipipe.engine.setup.speculative_config import without_speculation
 
 
 @config_class(config={"arbitrary_types_allowed": True})

@@ -1,1 +1,1 @@
-"""From a command or vLLM to an engine: before it, and beside it."""
+"""The way from a command, or from vLLM, to an engine: what happens before it, and beside it."""

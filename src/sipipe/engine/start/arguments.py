@@ -21,7 +21,8 @@ except ImportError:  # vLLM 0.32
 
 from sipipe.config import OPTIONS, SiPipeConfig
 from sipipe.engine.setup.checkpoint import check_model
-from sipipe.engine.start.plugin import EXECUTOR_NAMES, checked, register
+from sipipe.engine.start.plugin import EXECUTOR_NAMES, register
+from sipipe.engine.start.refusals import checked
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
@@ -29,15 +30,20 @@ EXECUTOR = "sipipe.Executor"
 
 
 def begin() -> None:
-    """What each command does before it looks at its arguments. UnsupportedError: another vLLM."""
+    """Prepare the process, before a command looks at its arguments. UnsupportedError: another vLLM."""
     require_vllm()
     cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
 
 
 def parse_engine_args(argv: Sequence[str], settings: dict[str, Any]) -> argparse.Namespace:
-    """Arguments of an engine from ``MODEL`` with words and engine options of vLLM in any order;
+    """Arguments of an engine from ``MODEL`` with words and engine options of vLLM in any order.
+
     ``words`` of the result are the positional arguments after the model. The CPU engine runs eagerly
-    unless ``argv`` says otherwise: compiling the model costs more than a short command gains."""
+    unless ``argv`` says otherwise: compiling the model costs more than a short command gains.
+
+    Args:
+        settings: SiPipe's settings that the command line has.
+    """
     begin()
     parser = _WordsParser(prog="sipipe")
     AsyncEngineArgs.add_cli_args(parser)
@@ -64,14 +70,15 @@ class OneLineParser(FlexibleArgumentParser):
     """Options that SiPipe has taken from the command line before."""
 
     def load_config_file(self, file_path: str) -> list[str]:
-        """As vLLM's, of ``--config``."""
+        """Read the file of ``--config``, as vLLM does, into words of a command line."""
         try:
-            found: list[str] = super().load_config_file(file_path)
+            words: list[str] = super().load_config_file(file_path)
         except Exception as error:  # whatever YAML and vLLM's reading of it raise
             raise ConfigError(f"--config {file_path}: {' '.join(str(error).split())}") from None
-        return found
+        return words
 
     def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError of one line."""
         wrong = next((word for word in message.split() if word.startswith("--")), "")
         option = wrong.split("=")[0].rstrip(":")
         unknown = message.startswith("unrecognized arguments")
@@ -90,29 +97,32 @@ class OneLineParser(FlexibleArgumentParser):
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
     """Options of ``parser`` and of its subcommands."""
-    found: list[str] = []
+    options: list[str] = []
     for action in parser._actions:
-        found += action.option_strings
+        options += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                found += _options(command)
-    return found
+                options += _options(command)
+    return options
 
 
 class _WordsParser(OneLineParser):
-    """Takes words from anywhere between the options, and all that stands behind ``--``. A positional
-    argument of any number would be empty where an option follows the model."""
+    """Parser that takes words from anywhere between the options, and all that stand behind ``--``.
+
+    Rejected: a positional argument of any number (``nargs="*"``), which would be empty where an option
+    follows the model.
+    """
 
     taken = (*OneLineParser.taken, *SamplingParams.__struct_fields__)
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        given = list(args or ())
-        end = given.index("--") if "--" in given else len(given)
-        found, extra = super().parse_known_args(given[:end], namespace)
-        found.words = [word for word in extra if not word.startswith("-")] + given[end + 1 :]
-        return found, [option for option in extra if option.startswith("-")]
+        line = list(args or ())
+        end = line.index("--") if "--" in line else len(line)
+        parsed, extra = super().parse_known_args(line[:end], namespace)
+        parsed.words = [word for word in extra if not word.startswith("-")] + line[end + 1 :]
+        return parsed, [option for option in extra if option.startswith("-")]
 
 
 def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -127,22 +137,26 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     args.distributed_executor_backend = EXECUTOR
     SiPipeConfig.from_additional_config(args.additional_config)
     additional = dict(args.additional_config or {})
-    given = additional.get("sipipe") or {}
-    if isinstance(given, dict):
-        hosts = given.get("hosts")
-        if isinstance(hosts, dict) and "hosts" in settings:  # flags, and how many stages each has
-            settings = settings | {"hosts": hosts | settings["hosts"]}
-            given = {key: value for key, value in given.items() if key != "hosts"}
-        for key, value in settings.items():
-            if key in given and given[key] != value:
-                raise ConfigError(
-                    f'"{key}" is {value!r} on the command line and {given[key]!r} in '
-                    "--additional-config: give it once"
-                )
-        given = given | settings
-    additional["sipipe"] = given
+    ours = additional.get("sipipe") or {}
+    additional["sipipe"] = _merged(ours, settings) if isinstance(ours, dict) else ours
     SiPipeConfig.from_additional_config(additional)
     args.additional_config = additional
     # Entry points are missing where SiPipe is on the path, but not installed.
     load_general_plugins()
     register()
+
+
+def _merged(ours: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings ``ours`` of ``--additional-config`` with the command line's ``settings``. Raises
+    ConfigError: both have one, with different values."""
+    hosts = ours.get("hosts")
+    if isinstance(hosts, dict) and "hosts" in settings:  # flags, and how many stages each host has
+        settings = settings | {"hosts": hosts | settings["hosts"]}
+        ours = {key: value for key, value in ours.items() if key != "hosts"}
+    for key, value in settings.items():
+        if key in ours and ours[key] != value:
+            raise ConfigError(
+                f'"{key}" is {value!r} on the command line and {ours[key]!r} in '
+                "--additional-config: give it once"
+            )
+    return ours | settings

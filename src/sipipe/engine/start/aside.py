@@ -1,12 +1,12 @@
-"""Which engines that name SiPipe's executor vLLM's own runs: those of one stage on a GPU.
+"""Engines that name SiPipe's executor, and that vLLM's own runs: those of one stage on a GPU.
 
 With one stage there is no pipeline to fill. vLLM has all sequences in one batch, whose tokens stay on
 the GPU; SiPipe has two microbatches there, each of which reads all weights, and tokens that come back
 by the host (docs/gpu.md). So SiPipe steps aside, unless it is asked for something that only it has.
-What the user then has is stock vLLM, without a process, a hook or an argument of SiPipe's.
+The user then has stock vLLM, without a process, a hook or an argument of SiPipe's.
 
-Who runs here: whoever makes a configuration of vLLM, before it is made; API servers make it again,
-and must come to the same answer.
+Who runs here: the process that makes a configuration of vLLM, before it is made. API servers make it
+again, and must come to the same answer.
 
 Rejected: to measure both ways at start, because that loads a model twice. Rejected: to step aside by
 degrees on CPUs too, because one stage is quicker than stock's there (docs/benchmarks.md).
@@ -25,12 +25,13 @@ from sipipe.config import SiPipeConfig, asked_of_sipipe
 def steps_aside(engine_args: Any) -> bool:
     """Say if vLLM's own executor is to run the engine of these ``EngineArgs``, which name SiPipe's.
     Raises ConfigError: SiPipe's settings among them are wrong."""
+    # Wrong settings are an error everywhere, so they are read before anything else is looked at.
     SiPipeConfig.from_additional_config(engine_args.additional_config)
-    asked = asked_of_sipipe(engine_args.additional_config)
+    wishes = asked_of_sipipe(engine_args.additional_config)
     return (
         not current_platform.is_cpu()
         and engine_args.pipeline_parallel_size == 1
-        and not asked
+        and not wishes
         and not _drafts_by_sipipe(engine_args)
         and not _scheduler_of_sipipe(engine_args.scheduler_cls)
         and not _placed_by_ray()
@@ -42,29 +43,32 @@ def leave_sipipe_out(args: Any) -> None:
     SiPipe's settings, which are a part of the names of compiled models, are gone."""
     args.distributed_executor_backend = None
     if isinstance(args.additional_config, Mapping):
-        others = {key: it for key, it in args.additional_config.items() if key != "sipipe"}
-        args.additional_config = others
+        args.additional_config = {
+            name: value for name, value in args.additional_config.items() if name != "sipipe"
+        }
 
 
 def _drafts_by_sipipe(engine_args: Any) -> bool:
     """Say if drafts are asked for, and nobody has said how many a request has: SiPipe decides that by
-    itself, vLLM refuses (:func:`sipipe.engine.scheduling.speculation.fill_in`)."""
+    itself, vLLM refuses (:func:`sipipe.engine.setup.speculative_config.fill_in`)."""
     config = engine_args.speculative_config or {}
     method = config.get("method") or engine_args.spec_method
     model = config.get("model") or engine_args.spec_model
     count = config.get("num_speculative_tokens") or engine_args.spec_tokens
-    asked = bool(config or method or model)
-    return asked and count is None and (method or model or "ngram").strip("[]") == "ngram"
+    drafts = bool(config or method or model)
+    return drafts and count is None and (method or model or "ngram").strip("[]") == "ngram"
 
 
-def _scheduler_of_sipipe(named: Any) -> bool:
-    """Say if a ``--scheduler-cls`` is made of SiPipe's, which its executor alone can serve."""
-    if isinstance(named, str):
+def _scheduler_of_sipipe(scheduler: Any) -> bool:
+    """Say if a ``--scheduler-cls``, a class or its name, is made of SiPipe's, which its executor alone
+    can serve."""
+    if isinstance(scheduler, str):
         try:
-            named = resolve_obj_by_qualname(named)
+            scheduler = resolve_obj_by_qualname(scheduler)
         except (ImportError, AttributeError, ValueError):
             return False  # vLLM says so
-    return any(it.__module__.startswith("sipipe.") for it in getattr(named, "__mro__", ()))
+    bases = getattr(scheduler, "__mro__", ())
+    return any(base.__module__.startswith("sipipe.") for base in bases)
 
 
 def _placed_by_ray() -> bool:

@@ -50,8 +50,8 @@ def drain_though_paused() -> None:
 
     @wraps(handle)
     def handle_shutdown(self: EngineCoreProc) -> Any:
-        told_to_end = self.shutdown_state == EngineShutdownState.REQUESTED
-        if told_to_end and self.vllm_config.shutdown_timeout and self.is_scheduler_paused():
+        ending = self.shutdown_state == EngineShutdownState.REQUESTED
+        if ending and self.vllm_config.shutdown_timeout and self.is_scheduler_paused():
             _resume(self)
         return handle(self)
 

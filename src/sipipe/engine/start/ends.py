@@ -1,8 +1,10 @@
-"""How vLLM's front ends hear of an engine's end: which process ended, how, and why.
+"""Ends of engines, as vLLM's front ends hear of them: which process ended, how, and why.
 
-Runs in the process that starts engines, by every door, and in vLLM's API servers. The cause is the
-engine's last word (:mod:`sipipe.ipc.last_word`); where it could not say any, because it was killed,
-this side says so, from the exit status. Processes that vLLM starts are tied to this one here.
+The cause is the engine's last word (:mod:`sipipe.ipc.last_word`); where it could not say any, because
+it was killed, this side says so, from the exit status. Processes that vLLM starts are tied to this one
+here.
+
+Who runs here: the process that starts engines, by every door, and vLLM's API servers.
 """
 
 import signal
@@ -26,15 +28,18 @@ _run_engine_core = core.EngineCoreProc.run_engine_core
 """vLLM's own, before :func:`watch_ends` puts another in its place."""
 
 REAPED_SECONDS = 5.0
-"""From the end of a process's descriptors to its exit status, which the kernel has a little later."""
+"""Time from the end of a process's descriptors to its exit status, which the kernel has a little later."""
 
 
 class EngineProcesses(engine_utils.CoreEngineProcManager):
     """vLLM's manager of engine processes, which says how they ended."""
 
     def finished_procs(self) -> dict[str, int]:
-        """Nothing while all run. Raises EngineDiedError: vLLM asks while it waits for the start.
-        Its own would read exit statuses that are still to come, and say ``{}``."""
+        """Return nothing while all run. Raises EngineDiedError: one has ended.
+
+        vLLM asks while it waits for the start. Its own function would read exit statuses that are
+        still to come, and say ``{}``.
+        """
         ended = self._ended()
         if not ended:
             return {}
@@ -42,37 +47,44 @@ class EngineProcesses(engine_utils.CoreEngineProcManager):
             _leave_word_of(process, "while it started")
         self.shutdown()
         # An engine that found the configuration wrong has ended with a command's status for it.
-        raise EngineDiedError(last_word(), wrong=any(it.exitcode == 2 for it in ended))
+        wrong = any(process.exitcode == 2 for process in ended)
+        raise EngineDiedError(last_word(), wrong=wrong)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """As vLLM's, which calls it too when a process has ended by itself."""
+        """End all processes, as vLLM's, which calls it too when one has ended by itself."""
         if not self.manager_stopped.is_set():
             for process in self._ended():
                 _leave_word_of(process)
         super().shutdown(timeout)
 
     def _ended(self) -> list[BaseProcess]:
-        ended = set(wait(self.sentinels(), 0))
-        found = [process for process in self.processes if process.sentinel in ended]
-        for process in found:
+        """Processes that have ended, each with its exit status."""
+        sentinels = set(wait(self.sentinels(), 0))
+        processes = [process for process in self.processes if process.sentinel in sentinels]
+        for process in processes:
             process.join(REAPED_SECONDS)
-        return found
+        return processes
 
 
 def _leave_word_of(process: BaseProcess, when: str = "") -> None:
-    """Say how an engine's process ended, if it has not said itself why."""
+    """Say how an engine's process ended, if it has not said itself why.
+
+    Args:
+        when: A phrase that says when, such as "while it started".
+    """
     status = process.exitcode
     if status is None or (status == 0 and not when):  # it was told to end
         return
-    how = f"ended with status {status}"
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}
         how = f"was killed by {names.get(-status, f'signal {-status}')}"
-    leave_last_word(" ".join([f"the engine process {process.name} (pid {process.pid})", how, when]))
+    else:
+        how = f"ended with status {status}"
+    leave_last_word(f"the engine process {process.name} (pid {process.pid}) {how} {when}")
 
 
 def run_engine(*args: Any, **kwargs: Any) -> None:
-    """vLLM's ``run_engine_core``, in the engine's process: whatever fails until the engine is ready,
+    """Run vLLM's ``run_engine_core``, in the engine's process. A failure until the engine is ready,
     also before it makes its executor, is one line and the cause that front ends name. An engine that
     is told to end ends its process too, before vLLM has waited long enough to kill it."""
     from sipipe.engine.executor import one_cause
@@ -90,7 +102,8 @@ def watch_ends() -> None:
     """Have this process's engines, and whatever else vLLM starts for them, end with it, and errors of
     vLLM's clients name the cause. Safe to call again."""
     hold_last_word()
-    engine, balancer = core.EngineCoreProc, coordinator.DPCoordinatorProc
+    engine = core.EngineCoreProc
+    balancer = coordinator.DPCoordinatorProc
     engine.run_engine_core = tied(run_engine)
     balancer.run_coordinator = tied(balancer.run_coordinator)
     process_utils.run_api_server_worker_proc = tied(process_utils.run_api_server_worker_proc)
@@ -110,14 +123,14 @@ def watch_ends() -> None:
 
 
 def say_cause_last() -> None:
-    """Under ``vllm serve``: why the server ended is the last line, and vLLM's front end adds no
-    traceback to what an engine has said."""
+    """Have ``vllm serve`` end with the cause as its last line, and without a traceback of what an
+    engine has said."""
     show_others = sys.excepthook
 
-    def show(kind: Any, error: Any, where: Any) -> None:
+    def show(kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, EngineDiedError):
             return
-        show_others(kind, error, where)
+        show_others(kind, error, traceback)
         if isinstance(error, Exception):  # as of an API server of several that was killed
             leave_last_word(f"{kind.__name__}: {error}")
 

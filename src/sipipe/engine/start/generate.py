@@ -1,8 +1,10 @@
 """Completes prompts with an engine in this process, and hands the text over as it comes.
 
-Runs in one asyncio loop of the caller's thread: a task per prompt feeds a queue; ``show`` sees
-prompts in their order, the first unfinished one live. A prompt that fails costs no other one. The
-engine and its processes are gone when :func:`generate` returns or raises, also after Ctrl-C.
+Who runs here: one asyncio loop of the caller's thread. A task per prompt feeds a queue; ``show`` sees
+prompts in their order, the first unfinished one live.
+
+Guarantees: a prompt that fails costs no other one. The engine and its processes are gone when
+:func:`generate` returns or raises, also after Ctrl-C.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ from sipipe.engine.setup.decide import decide
 from sipipe.engine.start.arguments import engine_args, parse_engine_args
 from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
 from sipipe.engine.start.launch import announce
-from sipipe.engine.start.plugin import checked, engine_config
+from sipipe.engine.start.plugin import engine_config
+from sipipe.engine.start.refusals import checked
 from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.ipc.sockets import own_sockets
 
@@ -40,7 +43,7 @@ class Completion:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
-    """Why it was not finished."""
+    """Reason why it was not finished."""
 
 
 def generate(
@@ -52,33 +55,46 @@ def generate(
     chat: bool,
     show: Callable[[Event, Completion, str], None],
 ) -> bool:
-    """Run the prompts of ``argv`` (``MODEL [PROMPT...]`` and vLLM's engine options, in any order).
-    ``prompts`` makes them of the command line's words. ``show(event, completion, text)`` is called
-    at a completion's begin, each piece of its text, and its end. Returns whether all finished."""
+    """Run the prompts of a command line, and return True if all finished.
+
+    Args:
+        argv: ``MODEL [PROMPT...]`` and vLLM's engine options, in any order.
+        settings: SiPipe's settings.
+        sampling: Fields of vLLM's ``SamplingParams``.
+        prompts: Makes the prompts of the command line's words.
+        chat: True if the prompts are messages for the model's chat template.
+        show: Called with an event, the completion and a text at a completion's begin, at each piece
+            of its text, and at its end.
+    """
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
-    made = engine_args(args)
-    aside = steps_aside(made)
+    arguments = engine_args(args)
+    aside = steps_aside(arguments)
     if aside:
         leave_sipipe_out(args)
-        made = engine_args(args)
-        vllm_config = checked(made.create_engine_config, made.model)
+        arguments = engine_args(args)
+        vllm_config = checked(arguments.create_engine_config, arguments.model)
     else:
-        vllm_config = engine_config(made)
-    params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
+        vllm_config = engine_config(arguments)
+    params = checked(partial(SamplingParams, **sampling, output_kind=RequestOutputKind.DELTA))
     if chat:
-        tokenizer: Any = cached_tokenizer_from_config(vllm_config.model_config)
-        said = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        try:
-            texts = [said([{"role": "user", "content": text}]) for text in texts]
-        except Exception as error:  # whatever a template and its tokenizer raise
-            raise ConfigError(f"generate: --chat: {' '.join(str(error).split())}") from None
+        texts = _messages(vllm_config, texts)
     if aside:
         tell(STEPS_ASIDE)
     else:
         announce(decide(vllm_config))
     with own_sockets():
         return asyncio.run(_run(engine_args(args), texts, params, chat, show))
+
+
+def _messages(vllm_config: Any, texts: Sequence[str]) -> list[str]:
+    """``texts`` as users' messages, in the words of the model's chat template."""
+    tokenizer: Any = cached_tokenizer_from_config(vllm_config.model_config)
+    template = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    try:
+        return [template([{"role": "user", "content": text}]) for text in texts]
+    except Exception as error:  # whatever a template and its tokenizer raise
+        raise ConfigError(f"generate: --chat: {' '.join(str(error).split())}") from None
 
 
 async def _run(
@@ -88,6 +104,7 @@ async def _run(
     chat: bool,
     show: Callable[[Event, Completion, str], None],
 ) -> bool:
+    """Complete ``texts`` with an engine of ``arguments``; True if all finished."""
     try:
         engine = AsyncLLM.from_engine_args(arguments)
     except RuntimeError as error:  # EngineDiedError, and vLLM's own where SiPipe steps aside
@@ -124,6 +141,7 @@ async def _complete(
     chat: bool,
     queue: asyncio.Queue[str | None],
 ) -> None:
+    """Complete one prompt, and put the pieces of its text into ``queue``; None ends them."""
     # A chat template has the special tokens.
     special = {"add_special_tokens": False} if chat else {}
     try:
@@ -137,6 +155,7 @@ async def _complete(
             if piece.text:
                 queue.put_nowait(piece.text)
     except (GenerationError, VLLMClientError, EngineGenerateError) as error:
-        completion.finish_reason, completion.error = "error", str(error.__cause__ or error)
+        completion.finish_reason = "error"
+        completion.error = str(error.__cause__ or error)
     finally:
         queue.put_nowait(None)

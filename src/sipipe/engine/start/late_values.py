@@ -1,5 +1,6 @@
-"""Files and modules that vLLM's server looks at when it begins to listen, checked in the foreground:
-half a minute before, and not in a traceback of another process.
+"""Files and modules that vLLM's server looks at when it begins to listen, checked in the foreground.
+
+That is half a minute earlier, and one line instead of a traceback of another process.
 """
 
 import ssl
@@ -12,6 +13,7 @@ from typing import Any
 from sipipe.errors import ConfigError
 
 FILES = ("tool_parser_plugin", "reasoning_parser_plugin")
+"""Arguments that name a module's file."""
 CERTIFICATES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
 
@@ -31,11 +33,12 @@ def check_server(args: Any) -> None:
 
 
 def _option(field: str) -> str:
+    """The option of an argument's ``field``."""
     return f"--{field.replace('_', '-')}"
 
 
 def _check_middleware(name: str) -> None:
-    """Import it, as the server does later, in the same process."""
+    """Import the middleware ``name``, as the server does later, in the same process."""
     module, dot, member = name.rpartition(".")
     if not dot:
         raise ConfigError(f"--middleware {name}: must be MODULE.NAME, a class or an async function")
@@ -49,6 +52,7 @@ def _check_middleware(name: str) -> None:
 
 
 def _check_file(path: str, option: str) -> None:
+    """Check that a file can be read."""
     try:
         with Path(path).expanduser().open("rb"):
             pass
@@ -61,6 +65,8 @@ class _NeedsPasswordError(Exception):
 
 
 def _check_certificate(certificate: str, key: str | None, authorities: str | None) -> None:
+    """Check that a certificate and its key belong together, and that those of authorities are some."""
+
     def password() -> str:
         raise _NeedsPasswordError
 
@@ -69,7 +75,9 @@ def _check_certificate(certificate: str, key: str | None, authorities: str | Non
         with suppress(_NeedsPasswordError):
             context.load_cert_chain(certificate, key, password)
     except OSError as error:  # ssl.SSLError is one
-        pair = f'--ssl-certfile "{certificate}"' + (f', --ssl-keyfile "{key}"' if key else "")
+        pair = f'--ssl-certfile "{certificate}"'
+        if key:
+            pair += f', --ssl-keyfile "{key}"'
         reason = getattr(error, "reason", None) or "not PEM"
         raise ConfigError(f"{pair} do not make a certificate with its key: {reason}") from None
     if authorities:

@@ -23,12 +23,14 @@ from sipipe.engine.setup.record import Setup
 from sipipe.engine.start import plugin
 from sipipe.engine.start.arguments import OneLineParser, begin, engine_args, use_sipipe
 from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
-from sipipe.engine.start.plugin import checked, engine_config
+from sipipe.engine.start.plugin import engine_config
+from sipipe.engine.start.refusals import checked
 from sipipe.errors import ConfigError, tell
 from sipipe.ipc.sockets import free_path
 from sipipe.ipc.tcp import check_port
 
 MIDDLEWARE = "sipipe.engine.start.health.Health"
+"""ASGI middleware that vLLM's API servers get."""
 
 
 def serve(
@@ -38,34 +40,28 @@ def serve(
     *,
     started: Callable[[argparse.Namespace], object],
 ) -> int:
-    """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
+    """Run ``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
 
-    On host ``node`` 1 and up, the host agent. ``started`` is called with vLLM's arguments once they
-    pass all checks. Raises ConfigError, UnsupportedError, ResourceError before any start."""
+    Raises ConfigError, UnsupportedError, ResourceError before any start.
+
+    Args:
+        node: The number of this host. From 1 on it runs the host agent, and no server.
+        started: Called with vLLM's arguments once they pass all checks.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
     begin()
     command = ServeSubcommand()
-    parser = OneLineParser(prog="sipipe")
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    args = checked(partial(parser.parse_args, ["serve", *argv]))
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
-        raise ConfigError("serve: name the MODEL, a directory or a name on the Hugging Face hub")
+    args = _parsed(command, argv)
     by_ray = args.distributed_executor_backend == "ray"
     if by_ray:
         args.distributed_executor_backend = None
     use_sipipe(args, settings)
-    checked(partial(configure_logging_from_args, args))
-    checked(partial(command.validate, args))
-    if not (args.tool_parser_plugin or args.reasoning_parser_plugin):  # which add to what there is
-        checked(partial(validate_api_server_args, args))
-    made = engine_args(args)
-    if not by_ray and steps_aside(made):
-        return _serve_by_vllm(args, command, made.model, started)
-    vllm_config = engine_config(made, usage_context=UsageContext.OPENAI_API_SERVER)
+    _check_arguments(args, command)
+    arguments = engine_args(args)
+    if not by_ray and steps_aside(arguments):
+        return _serve_by_vllm(args, command, arguments.model, started)
+    vllm_config = engine_config(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     if by_ray:
         placement = place(vllm_config)
         args.additional_config = vllm_config.additional_config
@@ -84,12 +80,35 @@ def serve(
     return 0
 
 
+def _parsed(command: Any, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of vLLM's ``serve`` command in ``argv``. Raises ConfigError: they have no model."""
+    parser = OneLineParser(prog="sipipe")
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    args: argparse.Namespace = checked(partial(parser.parse_args, ["serve", *argv]))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
+        raise ConfigError("serve: name the MODEL, a directory or a name on the Hugging Face hub")
+    return args
+
+
+def _check_arguments(args: argparse.Namespace, command: Any) -> None:
+    """Let vLLM check its own arguments, and set its logging up by them."""
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+
+    checked(partial(configure_logging_from_args, args))
+    checked(partial(command.validate, args))
+    # A plugin adds parsers, which are not known before it is loaded.
+    if not (args.tool_parser_plugin or args.reasoning_parser_plugin):
+        checked(partial(validate_api_server_args, args))
+
+
 def _serve_by_vllm(
     args: Any, command: Any, model: str, started: Callable[[argparse.Namespace], object]
 ) -> int:
-    """vLLM's server with its own executor, and with the arguments that stock vLLM has."""
+    """Run vLLM's server with its own executor, and with the arguments that stock vLLM has."""
     leave_sipipe_out(args)
-    # What vLLM refuses is one line here. It writes into what its arguments hold: a copy is checked.
+    # A refusal is one line here. vLLM writes into what its arguments hold, so a copy is checked.
     checked(engine_args(deepcopy(args)).create_engine_config, model)
     _check_address(args)
     tell(STEPS_ASIDE)
@@ -108,6 +127,7 @@ def _check_address(args: Any) -> None:
 
 def announce(setup: Setup) -> None:
     """Print what SiPipe will do, which its engine does not say again. Raises as ``check_setup``."""
-    lines, plugin.announced = plugin.check_setup(setup), True
-    with suppress(OSError):  # as `tell`
+    lines = plugin.check_setup(setup)
+    plugin.announced = True
+    with suppress(OSError):  # a closed or full stderr must not end a server (`tell`)
         print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""Requests at the front end whose fault vLLM meets only in the engine, where it ends all of them.
+"""Requests whose fault vLLM meets only in the engine, where it ends all of them: refused in front of it.
 
 - An id that a live request has: only where ``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`` is set. vLLM
   takes the second request for the next turn of the first.
 - A ready ``EngineCoreRequest``, whose prompt and parameters vLLM does not check.
 
-Both are refused to who brings them. What another front end sends meets the same checks in the engine
-(:mod:`sipipe.engine.iteration.admission`), but for those that cost time by a prompt's length.
+The client who brings one of them gets the error. Requests of other front ends meet the same checks in
+the engine (:mod:`sipipe.engine.iteration.admission`), but for those that cost time by a prompt's length.
 
 Who runs here: the event loop's thread of an ``AsyncLLM``, or the thread that calls an ``LLMEngine``.
 """
@@ -23,7 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 
 def check_new_requests() -> None:
-    """Have both of vLLM's front ends check what they are given. Safe to call again."""
+    """Have both of vLLM's front ends check new requests. Safe to call again."""
     if getattr(AsyncLLM.add_request, "__sipipe__", False):
         return
     add_async = AsyncLLM.add_request

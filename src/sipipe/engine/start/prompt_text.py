@@ -11,12 +11,13 @@ from functools import wraps
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for bytes that are no whole character."""
+"""Character that a tokenizer writes for bytes that are no whole character."""
 MOST = 16
-"""Tokens at a prompt's end that are looked at; a character has four bytes. Behind more that are no text
-the stream begins without a prompt."""
+"""Tokens at a prompt's end that are looked at; a character has four bytes. Where all of them are no
+text, the stream begins without a prompt."""
 WINDOW = 32
-"""Tokens before these that are decoded with them."""
+"""Tokens that are decoded at a time, the one that is looked at last. A character is of a few of them,
+and to decode a whole prompt would take long."""
 
 
 def keep_prompts_text_out() -> None:
@@ -34,11 +35,10 @@ def keep_prompts_text_out() -> None:
         cut = tokens_behind_text(self.tokenizer, prompt, self.skip_special_tokens)
         if cut == 0:
             return
-        known, rest = prompt[:-cut], prompt[-cut:]
-        if cut > MOST:
-            known, rest = [], []
-        self.stream = type(self.stream)(ids=known, skip_special_tokens=self.skip_special_tokens)
-        for token in rest:
+        text_ids = prompt[:-cut] if cut <= MOST else []
+        byte_ids = prompt[-cut:] if cut <= MOST else []
+        self.stream = type(self.stream)(ids=text_ids, skip_special_tokens=self.skip_special_tokens)
+        for token in byte_ids:
             self._protected_step(token)
 
     begin_behind_text.__sipipe__ = True  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def keep_prompts_text_out() -> None:
 
 
 def tokens_behind_text(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> int:
-    """How many tokens of ``prompt`` lie behind its last whole character; ``MOST + 1``: more than
+    """The number of ``prompt``'s tokens behind its last whole character; ``MOST + 1``: more than
     :data:`MOST`."""
     for cut in range(min(MOST, len(prompt)) + 1):
         end = len(prompt) - cut

@@ -1,7 +1,7 @@
-"""``python -m sipipe.engine.start.server FD JSON``: the server that :mod:`sipipe.cli.supervise` starts.
+"""The server process, ``python -m sipipe.engine.start.server FD JSON``, of :mod:`sipipe.cli.supervise`.
 
-FD is its end of a socket pair: what the supervisor has to know is written to it, and the process
-group ends as soon as the other end is closed.
+FD is its end of a socket pair: messages to the supervisor are written to it, and the process group
+ends as soon as the other end is closed.
 
 Who runs here
     vLLM's front end, in the main thread; a thread that sleeps on FD; one that says when it serves.
@@ -38,8 +38,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
     arguments = json.loads(sys.argv[2])
     shorten()
-    # What vLLM's 5,000 modules make stays, and the collector would go through it again and again: a
-    # quarter of the time that importing takes. Frozen, it is shared with what is forked.
+    # The objects of vLLM's 5,000 modules stay, and the collector would go through them again and
+    # again: a quarter of the time that importing takes. Frozen, they are shared with forked processes.
     gc.disable()
     try:
         with importing(*arguments):
@@ -64,36 +64,46 @@ def main() -> int:
 
 
 def _started(supervisor: socket.socket, args: Any, agent: bool) -> None:
-    """All checks have passed: tell how long a shutdown may take."""
+    """Tell the supervisor, once all checks have passed, how long a shutdown may take; a thread then
+    says when the server serves."""
     # wait: none: a line; the supervisor, whose death ends this process
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
     if args.uds or agent:
         return
-    # Looked up here: a process forked amid a look-up has its lock for ever.
-    here = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-    host = here.get(args.host, args.host)
+    # Looked up here, not in the thread: a process forked amid a look-up has its lock for ever.
+    loopback = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+    host = loopback.get(args.host, args.host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM listens
     # wait: the resolver's own time, as when the port was checked; its answer
-    where = socket.getaddrinfo(host, args.port, family, socket.SOCK_STREAM)
+    addresses = socket.getaddrinfo(host, args.port, family, socket.SOCK_STREAM)
     threading.Thread(
-        target=_say_served, args=(args, where[0]), name="SiPipeStart", daemon=True
+        target=_say_served, args=(args, addresses[0]), name="SiPipeStart", daemon=True
     ).start()
 
 
-def _say_served(args: Any, where: Any) -> None:
-    """What is served, once it is; ``where``: as getaddrinfo says it."""
+def _say_served(args: Any, address: Any) -> None:
+    """Say what is served, and where, once the server listens.
+
+    Args:
+        args: vLLM's arguments.
+        address: One of :func:`socket.getaddrinfo`.
+    """
     host = "localhost" if args.host in (None, "", "0.0.0.0", "::") else args.host
     while True:
         # wait: 0.1 s, again and again; the server's port, or the end of this process
         time.sleep(0.1)
-        with suppress(OSError), socket.socket(where[0]) as probe:
+        with suppress(OSError), socket.socket(address[0]) as probe:
             probe.settimeout(1.0)
-            probe.connect(where[-1])
+            probe.connect(address[-1])
+            scheme = "https" if args.ssl_certfile else "http"
             place = f"[{host}]" if ":" in host else host
-            url = f"http{'s' * bool(args.ssl_certfile)}://{place}:{args.port}/v1"
+            url = f"{scheme}://{place}:{args.port}/v1"
             name = (args.served_model_name or [args.model])[0]
-            took = f"{time.time() - psutil.Process().create_time():.0f} s after the start"
-            tell(f"{name} is served at {url}, {took}; try: vllm complete --url {url}")
+            seconds = time.time() - psutil.Process().create_time()
+            tell(
+                f"{name} is served at {url}, {seconds:.0f} s after the start; "
+                f"try: vllm complete --url {url}"
+            )
             return
 
 

@@ -1,4 +1,4 @@
-"""Streaming sessions in the front end: what vLLM's own dies of, or waits for without an end.
+"""Streaming sessions in the front end, where vLLM's own dies of one, or waits for it without an end.
 
 Who runs here: the event loop of an API server or of a program that has an ``AsyncLLM``.
 """
@@ -12,8 +12,8 @@ from typing import Any
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 FROM_THE_FIRST_TURN = ("logprobs", "detokenize")
-"""Parameters that vLLM's output processor reads from a session's first turn alone. Of a later turn
-that has others an assertion fails, in the handler that all requests share."""
+"""Parameters that vLLM's output processor reads from a session's first turn alone. If a later turn has
+others, an assertion fails in the handler that all requests share."""
 
 
 def is_session(prompt: Any) -> bool:
@@ -31,15 +31,15 @@ async def checked_turns(turns: AsyncGenerator[Any, None], params: Any) -> AsyncI
 
     first: Any = None
     async for turn in turns:
-        asked = turn.sampling_params or params
+        turns_own = turn.sampling_params or params
         if first is None:
-            first = asked
+            first = turns_own
         for name in FROM_THE_FIRST_TURN:
-            if getattr(asked, name) != getattr(first, name):
+            if getattr(turns_own, name) != getattr(first, name):
                 raise VLLMValidationError(
                     f"{name} of a session is that of its first turn "
                     f"({getattr(first, name)!r}), and a later turn asks for "
-                    f"{getattr(asked, name)!r}: begin another session"
+                    f"{getattr(turns_own, name)!r}: begin another session"
                 )
         yield turn
 
@@ -65,7 +65,7 @@ class SessionOutputs(RequestOutputCollector):
     aborted = False
 
     def put(self, output: Any) -> None:
-        """Keep an output for the client, but behind an abort."""
+        """Keep an output for the client, unless an abort came before it."""
         if self.aborted:
             return
         super().put(output)
