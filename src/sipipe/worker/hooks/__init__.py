@@ -1,1 +1,1 @@
-"""What stands in vLLM's place in a stage worker, in the order of vLLM's own calls."""
+"""Parts of SiPipe that stand in vLLM's place in a stage worker; ``table.py`` has them in vLLM's order."""

@@ -1,9 +1,9 @@
 """Draws the rows of a second runner that ask for no more than a temperature, on the device.
 
-Such a row needs vLLM's one kernel that draws and two numbers of its request, and nothing of what
-vLLM's ``Sampler`` keeps besides, a count of every token of the vocabulary for each request among it.
-Its token depends on (seed, position, logits) and nothing else, like a CPU sampler's; the random
-numbers are others.
+Such a row needs vLLM's one kernel that draws and two numbers of its request. It needs nothing else that
+vLLM's ``Sampler`` keeps, such as a count of every token of the vocabulary for each request. Its token
+depends on (seed, position, logits) and nothing else, like a CPU sampler's; the random numbers are
+others.
 
 Who runs here: the worker's main thread, alone. Nothing waits for the device.
 """
@@ -21,19 +21,20 @@ from sipipe.worker.hooks.preparation import StandInSampler
 
 
 class DeviceSampler(StandInSampler):
-    """In place of vLLM's ``Sampler`` on the last stage, where each row has its place."""
+    """Sampler in the place of vLLM's on the last stage, with a place for each of the runner's requests."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self.plain = np.zeros(runner.max_num_reqs, np.bool_)
-        """Of each of the runner's requests, whether it is drawn here."""
+        """Requests, [max_num_reqs] by the runner's rows, that are drawn here."""
         self._fp64: bool = runner.model_config.use_fp64_gumbel
-        # vLLM's: written for iteration i + 1 while the device may read what was there for i.
+        # Buffers of vLLM's, as they are written for iteration i + 1 while the device may read those of i.
         self._temperatures = UvaBackedTensor(runner.max_num_reqs, dtype=torch.float32)
         self._seeds = UvaBackedTensor(runner.max_num_reqs, dtype=torch.int64)
         self._staged = False
 
     def add_request(self, row: int, params: SamplingParams) -> None:
+        """Note the parameters of a request that the runner has put into ``row``."""
         self.plain[row] = is_plain(params)
         seed = params.seed or 0  # the engine has given a seed to each request that brought none
         self._temperatures.np[row] = params.temperature
@@ -41,6 +42,7 @@ class DeviceSampler(StandInSampler):
         self._staged = True
 
     def apply_staged_writes(self) -> None:
+        """Copy new requests' parameters to the device; the runner calls this once a pass."""
         if self._staged:
             self._temperatures.copy_to_uva()
             self._seeds.copy_to_uva()
@@ -49,11 +51,11 @@ class DeviceSampler(StandInSampler):
     def draw(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[n] int64 on the device: a token of each row of ``logits`` [n, V].
+        """Tokens [n] int64 on the device, one of each row of ``logits`` [n, V].
 
         Args:
-            rows: [n], where the runner has each row's request.
-            positions: [n], of the last token before the one to draw.
+            rows: [n], the runner's row of each request.
+            positions: [n], the position of the last token before the one to draw.
         """
         return gumbel.gumbel_sample(
             logits,
@@ -67,6 +69,6 @@ class DeviceSampler(StandInSampler):
         )
 
     def __call__(self, logits: torch.Tensor, batch: Any) -> None:
-        """Called while memory is profiled, when the kernel is compiled too."""
+        """Draw all rows while vLLM profiles memory, so that the kernel is compiled then too."""
         super().__call__(logits, batch)
         self.draw(logits, batch.idx_mapping, batch.positions[batch.logits_indices])

@@ -1,11 +1,12 @@
-"""What draws the tokens of a stage on vLLM's second runner.
+"""Draws the tokens of a stage on vLLM's second runner, or leaves that to the CPU samplers.
 
 Where CPU samplers draw, the runner's ``sample`` is replaced on the last stage: it computes the
 logits of the rows that sample, and leaves the drawing to the samplers, or to the device for rows
 that ask for no more than a temperature. Elsewhere the last stage samples as vLLM does
 (:class:`WholeBatch`), and the engine gets the runner's output.
 
-Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
+Who runs here: the device thread; before the first iteration, the thread that reads BIC-I, which also
+calls ``restrict``.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,12 +34,17 @@ from sipipe.worker.projection.logits import LogitsHandover, StageLogits
 from sipipe.worker.projection.projection import Projection
 
 Rows = npt.NDArray[np.int64]
+"""Rows of logits of a batch, [n]."""
 
 
 @contextmanager
 def stand_ins(*, own_sampler: bool) -> Iterator[None]:
     """While active, a second runner that vLLM makes or loads takes our parts for its own.
-    ``own_sampler``: it has vLLM's sampler of that runner, and custom logits processors of its kind."""
+
+    Args:
+        own_sampler: True if it has vLLM's sampler of that runner, and custom logits processors of its
+            kind.
+    """
     with patch.object(model_runner, "PPHandler", TokenFeedback):
         if own_sampler:
             yield
@@ -51,54 +57,72 @@ def stand_ins(*, own_sampler: bool) -> Iterator[None]:
 
 
 def feedback_of(runner: Any, *, draws: bool) -> TokenFeedback | None:
-    """What brings ``runner`` its tokens; None where its own sampler leaves them on the device. vLLM
-    makes a handler only for several stages; with CPU samplers a single one needs it too."""
+    """The handler that brings ``runner`` its tokens; None where its own sampler leaves them on the device.
+
+    vLLM makes a handler only for several stages; with CPU samplers a single one needs it too.
+
+    Args:
+        draws: True if CPU samplers draw.
+    """
     if runner.pp_handler is None and draws:
         runner.pp_handler = TokenFeedback(runner.max_num_reqs, device=runner.device)
     feedback: TokenFeedback | None = runner.pp_handler
-    looked_at = runner.is_first_pp_rank or requires_raw_input_tokens(runner.model)
-    if feedback is not None and looked_at and (draws or not runner.is_last_pp_rank):
+    reads_tokens = runner.is_first_pp_rank or requires_raw_input_tokens(runner.model)
+    has_none = draws or not runner.is_last_pp_rank  # vLLM's sampler writes into the states itself
+    if feedback is not None and reads_tokens and has_none:
         feedback.states = runner.req_states
     return feedback
 
 
 class NothingDrawn:
-    """On every stage but the last."""
+    """Drawing on a stage that draws nothing: every one but the last."""
 
     stage_logits: StageLogits | None = None
-    """Computes this rank's columns of the logits; None: there are none here."""
+    """Logits of this rank's columns; None: there are none here."""
     projection = Projection()
+    """This rank's part of the output projection."""
     reads_states = False
-    """Whether the runner's request states are looked at, which rot where SiPipe prepares."""
+    """True if the runner's request states are read, which rot where SiPipe prepares."""
 
     def take_over(self, *, per_row: bool) -> "NothingDrawn":  # noqa: ARG002
-        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept. ``per_row``: not
-        the rows that ask for no more than a temperature, which what this returns draws here."""
+        """Have CPU samplers draw from now on, and keep nothing of vLLM's sampler.
+
+        Args:
+            per_row: True if rows that ask for no more than a temperature are drawn on the device.
+
+        Returns:
+            The drawing to use from now on.
+        """
         return self
 
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
-        """Iterations can run: with this part of the output projection, and writer of BIC-L."""
+        """Make ready for iterations: with this part of the output projection, and writer of BIC-L."""
 
     def begin(self, launched: Launched) -> None:
-        """An iteration is launched next."""
+        """Prepare for an iteration, which is launched next."""
 
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
-        """Whoever follows BIC-I: what the next token of some requests of ``iteration`` may be."""
+        """Take the grammars' bitmasks of ``iteration``; None: a grammar restricts none of its tokens.
+        Called by the thread that reads BIC-I."""
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
-        """What vLLM's ``worker`` makes of an iteration whose ``execute_model`` gave ``output``."""
+        """The result of vLLM's ``worker`` for an iteration whose ``execute_model`` returned ``output``."""
         return worker.sample_tokens(None)
 
     def end(self) -> None:
-        """It is launched."""
+        """Note that the iteration is launched."""
 
     def close(self) -> None:
         """End a wait for a grammar; the process ends."""
 
 
 class WholeBatch(NothingDrawn):
-    """On the last stage: vLLM's own sampler draws all rows. ``reports``: this rank tells the engine
-    what came; ``stall_timeout``: seconds to wait for the engine's grammar, made meanwhile."""
+    """Drawing by vLLM's own sampler, of all rows, on the last stage.
+
+    Args:
+        reports: True if this rank tells the engine what was drawn.
+        stall_timeout: Seconds to wait for the engine's grammar, which it makes meanwhile.
+    """
 
     reads_states = True
 
@@ -107,21 +131,24 @@ class WholeBatch(NothingDrawn):
         self._grammars = LateInput("grammar", stall_timeout)
 
     def begin(self, launched: Launched) -> None:
-        launched.whole = launched.reports = self._reports
+        launched.whole = self._reports
+        launched.reports = self._reports
 
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
         self._grammars.put(iteration, output)
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
-        restricted = inputs.output.has_structured_output_requests
-        return worker.sample_tokens(self._grammars.take(inputs.iteration) if restricted else None)
+        grammar = None
+        if inputs.output.has_structured_output_requests:
+            grammar = self._grammars.take(inputs.iteration)
+        return worker.sample_tokens(grammar)
 
     def close(self) -> None:
         self._grammars.close()
 
 
 class Pooled(WholeBatch):
-    """On every stage of a pooling model, of which ``execute_model`` returns all there is."""
+    """Stages of a pooling model: nothing is drawn, and ``execute_model`` returns the whole result."""
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
         if isinstance(output, AsyncPoolingOutput):
@@ -131,7 +158,11 @@ class Pooled(WholeBatch):
 
 
 class LastRows(NothingDrawn):
-    """On the last stage: logits of rows, which samplers draw. ``reports``: it says what they do not."""
+    """Logits of the rows that sample, on the last stage; CPU samplers draw from them.
+
+    Args:
+        reports: True if this rank tells the engine what samplers do not.
+    """
 
     def __init__(
         self, runner: Any, device: Device, stage_logits: StageLogits, *, reports: bool
@@ -141,37 +172,44 @@ class LastRows(NothingDrawn):
         self._reports = reports
         self.stage_logits: StageLogits = stage_logits
         self.projection = Projection(stage_logits)
-        requests, there = runner.max_num_reqs, runner.device
-        self._no_tokens = torch.zeros(requests, 1, dtype=torch.int64, device=there)
-        self._none = torch.zeros(requests, dtype=torch.int32, device=there)
-        self._ahead: Callable[..., torch.Tensor | None] = lambda *_: None
+        requests = int(runner.max_num_reqs)
+        self._no_tokens = torch.zeros(requests, 1, dtype=torch.int64, device=runner.device)
+        self._zeros = torch.zeros(requests, dtype=torch.int32, device=runner.device)
+        self._place_for: Callable[..., torch.Tensor | None] = lambda *_: None
+        """Place in BIC-L for the logits of some rows, to be written without a copy; None: there is none."""
         self._writes = False
+        """True if this rank writes BIC-L."""
         self._scored: set[str] = set()
-        """Requests of which tokens are named whose log-probabilities in the prompt are wanted."""
-        self._now: Launched | None = None
+        """Requests with a list of tokens whose log-probabilities in the prompt are wanted."""
+        self._launched: Launched | None = None
         """The iteration that is being launched; None: a warm-up, or a measurement."""
 
     def take_over(self, *, per_row: bool) -> "LastRows":
-        told = self._runner, self._device, self.stage_logits
-        taking = SomeDrawnHere(*told, reports=self._reports) if per_row else self
-        rows = int(self._runner.max_num_reqs)
-        taking._stand_in(StandInSampler(max_num_reqs=rows, device=self._runner.device))
-        return taking
+        drawing: LastRows = self
+        if per_row:
+            drawing = SomeDrawnHere(
+                self._runner, self._device, self.stage_logits, reports=self._reports
+            )
+        requests = int(self._runner.max_num_reqs)
+        drawing._stand_in(StandInSampler(max_num_reqs=requests, device=self._runner.device))
+        return drawing
 
     def _stand_in(self, sampler: StandInSampler) -> None:
         """Stand where the runner samples, with ``sampler`` in the place of its own."""
-        self._sample_tokens = self._runner.sample_tokens
-        self._runner.sample_tokens = self._finish
+        self._vllm_sample_tokens = self._runner.sample_tokens
+        self._runner.sample_tokens = self._sample_tokens
         self._runner.sample = self._sample
         self._runner.sampler = sampler
 
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         self.projection = projection
         if logits is not None:
-            self._ahead, self._writes = logits.place_for, True
+            self._place_for = logits.place_for
+            self._writes = True
 
     def begin(self, launched: Launched) -> None:
-        self._now, output = launched, launched.inputs.output
+        self._launched = launched
+        output = launched.inputs.output
         self._scored.difference_update(output.finished_req_ids)
         for new in output.scheduled_new_reqs:
             params = new.sampling_params
@@ -179,25 +217,28 @@ class LastRows(NothingDrawn):
                 self._scored.add(new.req_id)
 
     def end(self) -> None:
-        self._now = None
+        self._launched = None
 
-    def _finish(self, grammar_output: Any) -> Any:
-        """In place of the runner's ``sample_tokens``, which makes an output that is copied to the
-        host: a stream's wait, two copies and an event that only a reported iteration needs."""
-        launched, state = self._now, self._runner.execute_model_state
+    def _sample_tokens(self, grammar_output: Any) -> Any:
+        """Stand in the place of the runner's ``sample_tokens``, which makes an output that is copied to
+        the host: a stream's wait, two copies and an event that only a reported iteration needs."""
+        launched = self._launched
+        state = self._runner.execute_model_state
         if launched is None or state is None:
-            return self._sample_tokens(grammar_output)
-        batch, inputs = state.input_batch, launched.inputs
-        rows, sent = self._rows(inputs, batch)
+            return self._vllm_sample_tokens(grammar_output)
+        batch = state.input_batch
+        rows, sent = self._rows(launched.inputs, batch)
         if self._is_awaited(batch, launched, len(rows), sent):
-            return self._sample_tokens(grammar_output)
+            return self._vllm_sample_tokens(grammar_output)
+        # The rest is what vLLM's does with an iteration, without the output.
         self._runner.execute_model_state = None
         tokens = self._hand_over(state.hidden_states, batch, launched, rows, sent)
-        none = self._none[: batch.num_reqs]
+        zeros = self._zeros[: batch.num_reqs]
         self._runner.postprocess_sampled(
-            batch.idx_mapping, tokens, none, none, batch.query_start_loc
+            batch.idx_mapping, tokens, zeros, zeros, batch.query_start_loc
         )
-        launched.kv = self._runner.kv_connector.post_forward(inputs.output.finished_req_ids)
+        ended = launched.inputs.output.finished_req_ids
+        launched.kv = self._runner.kv_connector.post_forward(ended)
         return None
 
     def _sample(
@@ -206,71 +247,98 @@ class LastRows(NothingDrawn):
         batch: Any,
         grammar_output: Any,  # noqa: ARG002 - the samplers have the bitmask
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """In place of the runner's ``sample``: no request gets a token here. Tokens that are drawn
-        on the device go to the engine, which accepts them as a sampler's."""
-        launched = self._now
+        """Stand in the place of the runner's ``sample``: no request gets a token here. Tokens that are
+        drawn on the device go to the engine, which accepts them as a sampler's."""
+        launched = self._launched
         if launched is None:
             drawn = self._rehearse(hidden, batch)
         else:
             rows, sent = self._rows(launched.inputs, batch)
             self._is_awaited(batch, launched, len(rows), sent)
             drawn = self._hand_over(hidden, batch, launched, rows, sent)
-        none = self._none[: batch.num_reqs]
-        told = {"logprobs_tensors": None, "num_nans": None, "num_rejected": none}
-        return SamplerOutput(sampled_token_ids=drawn, num_sampled=none, **told), none, none
+        zeros = self._zeros[: batch.num_reqs]
+        output = SamplerOutput(
+            sampled_token_ids=drawn,
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=zeros,
+            num_rejected=zeros,
+        )
+        return output, zeros, zeros
 
     def _rehearse(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        """All rows: what a warm-up has to compile."""
+        """Project and draw all rows, as a warm-up has to compile it."""
         logits = self.stage_logits.compute(hidden[batch.logits_indices])
         if logits is not None:
             self._drawn(logits, batch, slice(None))
         return self._no_tokens[: batch.num_reqs]
 
     def _is_awaited(self, batch: Any, launched: Launched, rows: int, sent: int) -> bool:
-        """Whether the engine waits for this stage's word, whichever rank says it: for tokens that
-        are drawn here (of ``rows``, samplers get ``sent``), for prompt scores, or for lack of any."""
+        """Say if the engine waits for this stage's report, whichever rank sends it: for tokens that are
+        drawn here (of ``rows`` rows, samplers get ``sent``), for prompt scores, or for lack of any."""
         launched.draws = sent < rows
-        asked = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
+        scored = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
         if self._scored:
-            asked = asked | [req_id in self._scored for req_id in batch.req_ids]
-        awaited = bool(launched.draws or not sent or (asked & batch.is_prefilling_np).any())
+            scored = scored | [req_id in self._scored for req_id in batch.req_ids]
+        awaited = bool(launched.draws or not sent or (scored & batch.is_prefilling_np).any())
         launched.reports = self._reports and awaited
         return awaited
 
     def _hand_over(
         self, hidden: torch.Tensor, batch: Any, launched: Launched, rows: Rows, sent: int
     ) -> torch.Tensor:
-        if len(rows):
-            launched.made = self._device.mark()
-            alone = sent == len(rows)
-            logits, chosen = self._logits(hidden, batch, rows, launched.inputs, alone=alone)
-            if logits is not None and sent and self._writes:
-                launched.logits = logits[:sent]
-            if logits is not None and not alone:
-                here = slice(sent, None) if chosen is None else chosen[sent:]
-                return self._drawn(logits[sent:], batch, here)
-        return self._no_tokens[: batch.num_reqs]
+        """Compute the logits of ``rows``, and hand the first ``sent`` of them to the samplers.
+
+        Args:
+            hidden: [T, H], of all tokens of the batch.
+
+        Returns:
+            Tokens [n, 1] int64 on the device that were drawn here; zeros where there are none.
+        """
+        if not len(rows):
+            return self._no_tokens[: batch.num_reqs]
+        launched.made = self._device.mark()
+        all_sent = sent == len(rows)
+        logits, chosen = self._logits(hidden, batch, rows, launched.inputs, all_sent=all_sent)
+        if logits is None:  # this rank has no columns
+            return self._no_tokens[: batch.num_reqs]
+        if sent and self._writes:
+            launched.logits = logits[:sent]
+        if all_sent:
+            return self._no_tokens[: batch.num_reqs]
+        drawn_here = slice(sent, None) if chosen is None else chosen[sent:]
+        return self._drawn(logits[sent:], batch, drawn_here)
 
     def _drawn(self, columns: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:  # noqa: ARG002
-        """[n, 1], tokens of the requests in ``rows`` of ``batch``, of whose logits these are this
-        rank's columns; every rank calls it."""
+        """Tokens [n, 1] int64 of the requests in ``rows`` of ``batch``. Every rank calls it.
+
+        Args:
+            columns: [n, V of this rank], this rank's part of their logits.
+            rows: Indices on the device, or a slice.
+        """
         return self._no_tokens[: batch.num_reqs]
 
     def _logits(
-        self, hidden: torch.Tensor, batch: Any, rows: Rows, inputs: ModelInput, *, alone: bool
+        self, hidden: torch.Tensor, batch: Any, rows: Rows, inputs: ModelInput, *, all_sent: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Logits of ``rows`` of those that the batch could have, and these on the device; None: all,
-        in order. ``alone``: all go to the samplers."""
+        """Logits [n, V of this rank] of ``rows``, and these rows on the device; None for the rows: all
+        that the batch has, in order.
 
-        def project(chosen: torch.Tensor) -> torch.Tensor | None:
-            into = self._ahead(inputs.logits_row, chosen) if alone else None
-            return self.projection.columns(inputs, chosen, into)
+        Args:
+            all_sent: True if all go to the samplers.
+        """
+
+        def project(states: torch.Tensor) -> torch.Tensor | None:
+            place = self._place_for(inputs.logits_row, states) if all_sent else None
+            return self.projection.columns(inputs, states, place)
 
         if len(rows) == len(batch.logits_indices) and (rows[1:] > rows[:-1]).all():
-            # Decoding alone, each row of the hidden states is one that samples. Not on a GPU: a
-            # graph's next replay would overwrite them on their way to other stages.
-            whole = hidden.is_cpu and len(rows) == len(hidden) == batch.num_tokens
-            return project(hidden if whole else hidden[batch.logits_indices]), None
+            # Where all decode, each row of the hidden states is one that samples, and none is copied.
+            # Not on a GPU: a graph's next replay would overwrite them on their way to other stages.
+            only_decodes = len(rows) == len(hidden) == batch.num_tokens
+            if hidden.is_cpu and only_decodes:
+                return project(hidden), None
+            return project(hidden[batch.logits_indices]), None
         chosen = torch_utils.async_tensor_h2d(rows, device=hidden.device)
         if self._runner.lora_config is None:
             return project(hidden[batch.logits_indices[chosen]]), chosen
@@ -279,15 +347,19 @@ class LastRows(NothingDrawn):
         return None if logits is None else logits[chosen], chosen
 
     def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:
-        """Rows of logits of ``batch`` to draw tokens from, ordered as ``num_scheduled_tokens``:
-        first the samplers', and how many those are, then those drawn here, which have no drafts."""
-        if (rows := inputs.logits_rows) is None:  # vLLM has prepared, and sorted
+        """Rows of logits of ``batch`` to draw tokens from, and how many of them the samplers get.
+
+        Both parts are ordered as ``num_scheduled_tokens``: first the samplers', then those drawn here,
+        which have no drafts.
+        """
+        rows = inputs.logits_rows
+        if rows is None:  # vLLM has prepared, and sorted
             rows = sampling_rows(inputs.output, batch)
         return rows, len(rows)
 
 
 class SomeDrawnHere(LastRows):
-    """The rows that ask for no more than a temperature are drawn on the device."""
+    """Drawing on the device of the rows that ask for no more than a temperature."""
 
     def _stand_in(self, sampler: StandInSampler) -> None:  # noqa: ARG002
         self._sampler = DeviceSampler(self._runner)
@@ -295,21 +367,22 @@ class SomeDrawnHere(LastRows):
 
     def _drawn(self, columns: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
         logits = self.stage_logits.gather_rows(columns)
-        if logits is None or not self._reports:  # one rank says the tokens
+        if logits is None or not self._reports:  # one rank reports the tokens
             return super()._drawn(columns, batch, rows)
         positions = batch.positions[batch.logits_indices[rows]]
         return self._sampler.draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
 
     def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:
         rows, count = super()._rows(inputs, batch)
-        if not (here := self._sampler.plain[batch.idx_mapping_np[rows]]).any():
+        plain = self._sampler.plain[batch.idx_mapping_np[rows]]
+        if not plain.any():
             return rows, count
-        return np.concatenate((rows[~here], rows[here])), count - int(here.sum())
+        return np.concatenate((rows[~plain], rows[plain])), count - int(plain.sum())
 
 
 def sampling_rows(output: SchedulerOutput, batch: Any) -> Rows:
     """Rows of ``batch`` whose requests get a token, in the order of ``output``."""
     samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
     order = scheduling_order(batch.req_ids, output.num_scheduled_tokens)
-    found: Rows = order[samples[order]]
-    return found
+    rows: Rows = order[samples[order]]
+    return rows

@@ -111,9 +111,9 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
 def _lend_embedding(
     runner: Any, share: Callable[..., None], draft: Any, draft_inner: Any, target_inner: Any
 ) -> None:
-    """In the place of vLLM's ``maybe_share_target_embed``: where the head has no input embedding of its
-    own, and this stage has none of the target's, the head gets it from the target's checkpoint. vLLM
-    ends with an error there."""
+    """Stand in the place of vLLM's ``maybe_share_target_embed``: where the head has no input embedding of
+    its own, and this stage has none of the target's, the head gets it from the target's checkpoint.
+    vLLM ends with an error there."""
     embedding = getattr(draft_inner, "embed_tokens", None)
     has_own = getattr(draft, "has_own_embed_tokens", True)  # vLLM's word for who always has
     missing = isinstance(getattr(target_inner, "embed_tokens", None), PPMissingLayer)
@@ -188,7 +188,7 @@ class HeadBatch:
 
 
 class BlockTablesOfBatch:
-    """In the place of vLLM's block tables: those of one :class:`HeadBatch`, by its rows."""
+    """Block tables in the place of vLLM's: those of one :class:`HeadBatch`, by its rows."""
 
     cp_size = 1
     cp_rank = 0
@@ -273,10 +273,10 @@ class Head:
         tokens = batch.num_tokens
         self._following[:count] = following
         self._tables.hold(batch)
-        own = speculator.input_buffers
-        own.query_start_loc[: count + 1] = batch.query_start_loc
-        own.seq_lens[:count] = batch.seq_lens
-        own.positions[:tokens] = batch.positions
+        buffers = speculator.input_buffers
+        buffers.query_start_loc[: count + 1] = batch.query_start_loc
+        buffers.seq_lens[:count] = batch.seq_lens
+        buffers.positions[:tokens] = batch.positions
         longest = int(batch.seq_lens_cpu_upper_bound.max())
         speculator.draft_max_seq_len = min(longest + steps, speculator.max_model_len)
         description = BatchExecutionDescriptor(

@@ -2,7 +2,7 @@
 
 vLLM lets what a connector raises end the worker. Here it becomes the report that vLLM's scheduler has
 a policy for (``kv_load_failure_policy``): the blocks that the engine asked for in this iteration are
-not valid, and who waits for them need not. What a save raises is logged: nothing depends on it.
+not valid, and requests that wait for them need not. An error of a save is logged: nothing depends on it.
 
 Who runs here: the device thread, which alone calls vLLM's runner.
 Relies on: a connector that raises in ``start_load_kv`` writes no more into the blocks of that call.
@@ -29,19 +29,20 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class ReportingKVConnector(kv_connector.ActiveKVConnector):
-    """vLLM's, which reports what its connector raises."""
+    """vLLM's runner of a connector, which reports the connector's errors instead of raising them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loads: list[KVLoad] = []
         """Loads of this iteration."""
         self._error = ""
-        """Why they failed, if they did."""
+        """Reason why they failed; empty if they did not."""
         self._waiting: dict[str, KVLoad] = {}
         """Loads that a request waits for and that this worker has not reported."""
         self._reported: set[str] = set()
         """Requests whose failed load was reported; the connector may still say that it ended."""
         self._logged: set[str] = set()
+        """Methods whose failure was logged."""
         connector: Any = self.kv_connector
         # Called from within the model, layer by layer.
         for name, failed in (
@@ -75,7 +76,7 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         return output
 
     def _report(self, load: KVLoad, output: KVConnectorOutput, received: set[str]) -> None:
-        """Add a load that failed to what the engine is told."""
+        """Add a load that failed to the output for the engine, and to ``received`` if it is over."""
         output.invalid_block_ids = output.invalid_block_ids | set(load.block_ids)
         if not (load.waits or load.block_ids):
             raise RuntimeError(
@@ -90,13 +91,15 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
                 output.failed_recving = output.failed_recving | {load.request_id}
 
     def _start_load_kv(self) -> None:
+        """Start the iteration's loads; a failure is that of all of them."""
         try:
             super()._start_load_kv()
         except Exception as error:
             self._fail("start_load_kv", error)
 
     def _results(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """``get_transfer_results``, whose failure is that of all loads that somebody waits for."""
+        """Wrap ``ask``, the connector's ``get_transfer_results``: its failure is that of all loads that
+        a request waits for."""
 
         @functools.wraps(ask)
         def results(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +118,7 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         method: Callable[..., None],
         failed: Callable[[str, Exception], None],
     ) -> Callable[..., None]:
-        """``method`` of that name, which tells ``failed`` what it raises."""
+        """Wrap the connector's ``method`` of that name: ``failed`` is called with what it raises."""
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -132,6 +135,7 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         self._log(method, error)
 
     def _log(self, method: str, error: Exception) -> None:
+        """Log the first failure of each method."""
         if method in self._logged:
             return
         self._logged.add(method)

@@ -1,4 +1,4 @@
-"""What a stage's model reads of the tensors that the previous stage sent.
+"""Tensors of the previous stage, and a check that a stage's model reads all of them.
 
 vLLM's models name the tensors that cross a cut twice: where a stage returns them, and where a later
 one reads them. Nothing compares the two, so a later stage can compute without a tensor that it was
@@ -28,8 +28,8 @@ READ_BY_NOBODY = {"Gemma4Model": "per_layer_inputs"}
 class. The stage before sends it."""
 
 SENT_BY_NOBODY = {"Ernie4_5_VLMoeModel": "visual_token_mask"}
-"""The same where the stage before does not even send it: one bool for each token, [tokens, 1]. A text
-has none, which is the same as False everywhere."""
+"""Arguments of the same kind that the stage before does not even send: one bool for each token,
+[tokens, 1]. A text has none, which is the same as False everywhere."""
 
 _NOTED_TOKENS = 16
 """Tokens of the pass that notes what is read: enough for any padding, few enough to cost nothing."""
@@ -50,8 +50,8 @@ class NotedTensors(IntermediateTensors):
 
 
 class _NotedDict(dict[str, torch.Tensor]):
-    """The same for models that reach into ``IntermediateTensors.tensors``. Who takes all of them,
-    reads them all."""
+    """Dictionary of those tensors, for models that reach into ``IntermediateTensors.tensors``. A model
+    that iterates over it reads them all."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], reads: set[str]) -> None:
         super().__init__(tensors)
@@ -80,8 +80,11 @@ class _NotedDict(dict[str, torch.Tensor]):
 
 def check_reads(runner: Any) -> None:
     """Run a later stage's loaded model once, uncompiled, and raise UnsupportedError where it leaves
-    a tensor unread that it is sent. All ranks of a stage call this at once. The KV cache need not be
-    there: attention is left out, as in vLLM's own memory profile."""
+    a tensor unread that it is sent.
+
+    All ranks of a stage call this at once. The KV cache need not be there: attention is left out, as in
+    vLLM's own memory profile.
+    """
     if runner.is_first_pp_rank:
         return
     model = runner.get_model()
@@ -105,9 +108,10 @@ def check_reads(runner: Any) -> None:
         handle.remove()
         # The last stage keeps the pass's result for a sampler, which nobody calls.
         runner.execute_model_state = None
-    # What a head on the last stage reads is handed on by the runner, past the model.
+    # Tensors that a head on the last stage reads are handed on by the runner, past the model.
     relayed = set(getattr(runner.pp_handler, "relayed", ()))
-    if unread := sorted(sent - reads - relayed):
+    unread = sorted(sent - reads - relayed)
+    if unread:
         names = ", ".join(map(repr, unread))
         raise UnsupportedError(
             f"{type(model).__name__}: a later stage of vLLM's model does not read {names}, which the "
@@ -146,26 +150,29 @@ def hand_on(runner: Any) -> None:
 
 @functools.cache  # a process has one model, whose parts may be of one class
 def _pass_argument(model: Any, name: str, *, sends: bool) -> None:
-    """Have modules of vLLM's class ``model`` take the previous stage's tensor ``name`` as their argument of
-    that name. ``sends``: whether they send it on, too. It is the class's ``__call__``, as vLLM's own
-    for compiled models is, which calls no hooks of torch's."""
+    """Have modules of vLLM's class ``model`` take the previous stage's tensor ``name`` as their argument
+    of that name, and send it on too where ``sends``.
+
+    The class's ``__call__`` is wrapped, as vLLM does for compiled models.
+
+    Rejected: a hook of torch's, which vLLM's compiled models do not call.
+    """
     call = model.__call__
 
     @functools.wraps(call)
     def handed_on(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, IntermediateTensors) and name in each.tensors:
-                kwargs[name] = each[name]
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, IntermediateTensors) and name in argument.tensors:
+                kwargs[name] = argument[name]
         output = call(self, *args, **kwargs)
         if sends and isinstance(output, IntermediateTensors):
-            given = kwargs.get(name)
-            mask = _nothing_seen(output["hidden_states"]) if given is None else given
-            output[name] = mask
+            mask = kwargs.get(name)
+            output[name] = _nothing_seen(output["hidden_states"]) if mask is None else mask
         return output
 
     model.__call__ = handed_on
 
 
 def _nothing_seen(rows: torch.Tensor) -> torch.Tensor:
-    """False for each of ``rows``."""
+    """A mask [tokens, 1] that is False for each of ``rows`` [tokens, H]."""
     return torch.zeros((rows.shape[0], 1), dtype=torch.bool, device=rows.device)

@@ -1,4 +1,4 @@
-"""One pass of vLLM's second runner, and what SiPipe puts beside each of its calls.
+"""Calls of one pass of vLLM's second runner, and the part of SiPipe beside each of them.
 
 ``docs/hooks.md`` is written from this table (``make hooks``). ``tests/worker/hooks/test_table.py``
 compares the order of the calls with vLLM's source, and looks for each function that is named here.
@@ -15,7 +15,7 @@ class Hook(NamedTuple):
     call: str
     """Function that is called, as vLLM's source writes it."""
     ours: str
-    """What stands there in a stage worker of SiPipe."""
+    """Part of a stage worker of SiPipe that stands there."""
     why: str
     """Reason that vLLM's own does not serve."""
     where: str

@@ -14,6 +14,7 @@ import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import SamplerOutput as SampledTokens
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
@@ -30,8 +31,13 @@ _BLOCK = 16
 
 
 class TorchRows(WholeBatch):
-    """On the last stage, in the place of the runner's ``sample``. Each of ``slots`` microbatches has
-    a batch of vLLM's, so that it seldom changes."""
+    """vLLM's PyTorch sampler on the last stage, in the place of the runner's ``sample``.
+
+    Args:
+        slots: Microbatches in flight. Each has a batch of vLLM's, so that it seldom changes.
+        reports: True if this rank tells the engine what was drawn.
+        stall_timeout: Seconds to wait for the engine's grammar, which it makes meanwhile.
+    """
 
     def __init__(self, runner: Any, *, slots: int, reports: bool, stall_timeout: float) -> None:
         super().__init__(reports=reports, stall_timeout=stall_timeout)
@@ -40,16 +46,18 @@ class TorchRows(WholeBatch):
         self._batches = [_batch(runner) for _ in range(slots)]
         self._states: dict[str, CachedRequestState] = {}
         self._inputs = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
-        runner.sampler, runner.sample = StandInSampler(), self._sample
+        runner.sampler = StandInSampler()
+        runner.sample = self._sample
 
     def begin(self, launched: Launched) -> None:
+        """Take over the requests of the iteration that is launched next."""
         super().begin(launched)
         self._inputs = launched.inputs
         self._follow(self._inputs.output)
 
     @torch.inference_mode()
     def _follow(self, output: SchedulerOutput) -> None:
-        """The requests are those that the scheduler has, with its tokens."""
+        """Follow the scheduler: keep its requests and no others, with the tokens that it has of them."""
         for name in output.finished_req_ids:
             self._states.pop(name, None)
             self._leave(name)
@@ -62,54 +70,82 @@ class TorchRows(WholeBatch):
             del self._states[name].output_token_ids[count:]  # dropped: drawn again
 
     def _leave(self, name: str) -> None:
-        """The request is in no batch."""
+        """Take a request out of the batch that it is in, if any."""
         for batch in self._batches:
             batch.remove_request(name)
 
     def _sample(
         self, hidden: torch.Tensor, batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """In place of the runner's ``sample``, with its form of the result."""
-        count, output = batch.num_reqs, self._inputs.output
+        """Stand in the place of the runner's ``sample``, and return what it returns: its output, the
+        tokens of each request [B] int32, and the rejected drafts of each [B] int32."""
+        count = batch.num_reqs
         tokens = torch.zeros(count, 1, dtype=torch.int64)
-        sampled, none = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
+        sampled = torch.zeros(count, dtype=torch.int32)
+        no_drafts = torch.zeros(count, dtype=torch.int32)
         logits = self._runner.model.compute_logits(hidden[batch.logits_indices])
         logprobs = None
-        if output is not None and logits is not None:  # else a warm-up, or a rank without logits
-            names = [batch.req_ids[row] for row in sampling_rows(output, batch)]
-            held = self._batches[self._inputs.slot]
-            self._hold(held, names)
-            place = {name: row for row, name in enumerate(batch.req_ids)}
-            rows = torch.tensor([place[name] for name in held.req_ids], dtype=torch.int64)
-            if len(rows):
-                logits = logits[rows]
-                if grammar_output is not None:
-                    apply_grammar_bitmask(output, grammar_output, held, logits)
-                drawn = self._sampler(logits=logits, sampling_metadata=held.sampling_metadata)
-                tokens[rows], sampled[rows] = drawn.sampled_token_ids.long(), 1
-                own = drawn.sampled_token_ids.tolist()
-                for name, [token] in zip(held.req_ids, own, strict=True):
-                    self._states[name].output_token_ids.append(token)
-                logprobs = _of_all(drawn.logprobs_tensors, rows, count)
-        counts: dict[str, Any] = {"num_nans": None, "num_sampled": sampled, "num_rejected": none}
-        found = SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs, **counts)
-        return found, sampled, none
+        if self._inputs.output is not None and logits is not None:
+            drawn, rows = self._draw(logits, batch, grammar_output)
+            if drawn is not None:
+                tokens[rows] = drawn.sampled_token_ids.long()
+                sampled[rows] = 1
+                logprobs = _of_all_requests(drawn.logprobs_tensors, rows, count)
+        # Otherwise it is a warm-up, or a rank without logits.
+        output = SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=None,
+            num_sampled=sampled,
+            num_rejected=no_drafts,
+        )
+        return output, sampled, no_drafts
 
-    def _hold(self, held: InputBatch, names: list[str]) -> None:
+    def _draw(
+        self, logits: torch.Tensor, batch: Any, grammar_output: Any
+    ) -> tuple[SampledTokens | None, torch.Tensor]:
+        """Draw a token of each request that gets one, and keep it.
+
+        Args:
+            logits: [B, V], of all requests of ``batch``.
+
+        Returns:
+            The output of vLLM's sampler, None where no request gets a token; and the rows [n] int64 of
+            ``batch`` that it is of.
+        """
+        output = self._inputs.output
+        names = [batch.req_ids[row] for row in sampling_rows(output, batch)]
+        microbatch = self._batches[self._inputs.slot]
+        self._fill(microbatch, names)
+        row_of = {name: row for row, name in enumerate(batch.req_ids)}
+        rows = torch.tensor([row_of[name] for name in microbatch.req_ids], dtype=torch.int64)
+        if not len(rows):
+            return None, rows
+        logits = logits[rows]
+        if grammar_output is not None:
+            apply_grammar_bitmask(output, grammar_output, microbatch, logits)
+        drawn = self._sampler(logits=logits, sampling_metadata=microbatch.sampling_metadata)
+        for name, [token] in zip(microbatch.req_ids, drawn.sampled_token_ids.tolist(), strict=True):
+            self._states[name].output_token_ids.append(token)
+        return drawn, rows
+
+    def _fill(self, microbatch: InputBatch, names: list[str]) -> None:
         """Have vLLM's batch of a microbatch hold these requests, and no other."""
-        wanted = set(names)
-        for name in [name for name in held.req_ids if name not in wanted]:
-            held.remove_request(name)
+        members = set(names)
+        for name in [name for name in microbatch.req_ids if name not in members]:
+            microbatch.remove_request(name)
         for name in names:
-            if name not in held.req_id_to_index:
+            if name not in microbatch.req_id_to_index:
                 self._leave(name)
-                held.add_request(self._states[name])
-        held.condense()
-        held.refresh_metadata()
+                microbatch.add_request(self._states[name])
+        microbatch.condense()
+        microbatch.refresh_metadata()
 
 
 def _batch(runner: Any) -> InputBatch:
-    config, processors = runner.vllm_config, runner.model_config.logits_processors or ()
+    """An empty batch of vLLM's, as its first runner makes it."""
+    config = runner.vllm_config
+    processors = runner.model_config.logits_processors or ()
     return InputBatch(
         max_num_reqs=runner.max_num_reqs,
         max_model_len=runner.max_model_len,
@@ -125,13 +161,14 @@ def _batch(runner: Any) -> InputBatch:
 
 
 def _state(new: NewRequestData, generator: torch.Generator | None) -> CachedRequestState:
-    params, prompt = new.sampling_params, new.prompt_token_ids
+    """vLLM's record of a request; ``generator``: the one that it had before it was preempted."""
+    params = new.sampling_params
     assert params is not None, "a pooling model has no such stage"
     if generator is None and params.seed is not None:
         generator = torch.Generator().manual_seed(params.seed)
     state = CachedRequestState(
         req_id=new.req_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=new.prompt_token_ids,
         mm_features=[],
         sampling_params=params,
         generator=generator,
@@ -145,13 +182,21 @@ def _state(new: NewRequestData, generator: torch.Generator | None) -> CachedRequ
     return state
 
 
-def _of_all(
-    found: LogprobsTensors | None, rows: torch.Tensor, count: int
+def _of_all_requests(
+    logprobs: LogprobsTensors | None, rows: torch.Tensor, count: int
 ) -> LogprobsTensors | None:
-    """[count, k + 1]: of every request of the batch; of ``rows`` what was ``found``."""
-    if found is None:
+    """``logprobs`` of the requests in ``rows`` [n], among zeros of all ``count`` requests of a batch."""
+    if logprobs is None:
         return None
-    whole = [torch.zeros(count, *part.shape[1:], dtype=part.dtype) for part in found[:3]]
-    for into, part in zip(whole, found[:3], strict=True):
-        into[rows] = part
-    return LogprobsTensors(*whole)
+    return LogprobsTensors(
+        logprob_token_ids=_scattered(logprobs.logprob_token_ids, rows, count),
+        logprobs=_scattered(logprobs.logprobs, rows, count),
+        selected_token_ranks=_scattered(logprobs.selected_token_ranks, rows, count),
+    )
+
+
+def _scattered(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Zeros [count, ...] with ``values`` [n, ...] in ``rows`` [n]."""
+    scattered = torch.zeros(count, *values.shape[1:], dtype=values.dtype)
+    scattered[rows] = values
+    return scattered

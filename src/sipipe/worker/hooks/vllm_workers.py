@@ -3,9 +3,12 @@
 They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in what
 stands for parts of its second runner (:mod:`sipipe.worker.hooks.draws`).
 
-Nor does vLLM's CPU build read its cache of compiled models, which it writes at every start: it
-finishes what it loads by a method of its own backend's functions. On CPUs torch's inductor is the
-backend, whose functions need no finishing and lack the method, so each worker would compile anew.
+vLLM's CPU build writes its cache of compiled models at every start, and never reads it: it finishes what
+it loads by a method of its own backend's functions. On CPUs torch's inductor is the backend, whose
+functions need no finishing and lack the method, so each worker would compile anew. :func:`use_compiled`
+mends that.
+
+Who runs here: the worker's main thread, while the stage is made and loaded; then the device thread.
 """
 
 from __future__ import annotations
@@ -46,32 +49,37 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+FEW_TOKENS = 16
+"""Tokens of a pass that only loads a compiled model."""
+
 
 class _StageWorker:
     """Mixed into a vLLM worker class, before it in the method resolution order."""
 
     vllm_module: ModuleType
-    """Where vLLM's class is defined."""
+    """Module that defines vLLM's class."""
     model_runner: Any
     place: StagePlace | None = None
     """Set by the process before ``init_device``; None only in a worker nobody placed."""
     draws: bool = False
-    """Whether CPU samplers draw the tokens; set with ``place``."""
+    """True if CPU samplers draw the tokens; set with ``place``."""
     own_sampler: bool = True
-    """Whether a second runner has its own sampler; set with ``place``."""
+    """True if a second runner has its own sampler; set with ``place``."""
     feedback: TokenFeedback | None = None
-    """What brings a second runner its tokens."""
+    """Handler that brings a second runner its tokens."""
     head: Any = None
     """vLLM's ``SpeculativeConfig`` of a draft head on the last stage; set with ``place``."""
     speculator: Any = None
     """vLLM's speculator of that head; None on other stages."""
 
     def init_device(self) -> None:
+        """Join the stage's world, and make the runner with SiPipe's parts in it."""
         assert self.place is not None, "the process places its worker before init_device"
         with stage_world(self.place, self.vllm_module), self._stand_ins():
             super().init_device()  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the stage's layers, and mend or check what of vLLM's model does not suit a stage."""
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
@@ -79,7 +87,7 @@ class _StageWorker:
             self._load_head(runner)
         check_dtypes(runner)
         hand_on(runner)
-        # Until the links are open: a warm-up's steps.
+        # For a warm-up's steps, until the links are open.
         group: Any = get_pp_group()
         group.receive = lambda: runner.intermediate_tensors.tensors
         group.send = lambda _: lambda: None
@@ -88,19 +96,23 @@ class _StageWorker:
         self.feedback = feedback_of(runner, draws=self.draws)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        """Lay the KV cache out, with the draft head's layers and a connector that reports failures."""
         from sipipe.worker.hooks.kv_connector import reporting
 
         with reporting(), self._hosted():
             super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        """Run one iteration, as vLLM's. Its tokens are in the scheduling output, and so is metadata of
+        earlier outputs that this worker did not get."""
         if self.feedback is not None:
             self.feedback.output = scheduler_output
-        for told in getattr(scheduler_output, "earlier_aux_metadata", ()):
-            self.model_runner.aux_output_connector.begin_step(told)
+        for metadata in getattr(scheduler_output, "earlier_aux_metadata", ()):
+            self.model_runner.aux_output_connector.begin_step(metadata)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def _load_head(self, runner: Any) -> None:
+        """Load the draft head on the last stage, and have each stage give what it reads."""
         from sipipe.worker.hooks.head import TAPPED, load_speculator, tap_layers
 
         if self.head.method == TAPPED:
@@ -117,7 +129,7 @@ class _StageWorker:
         return hosted(self.model_runner, self.speculator)
 
     def parts(self, boot: WorkerBoot) -> tuple[Device, ProjectionShare]:
-        """The loaded stage's device, and what it may take of the output projection."""
+        """The loaded stage's device, and its part of the output projection."""
         from sipipe.worker.device import stage_device
         from sipipe.worker.projection.share import ProjectionShare
 
@@ -125,9 +137,14 @@ class _StageWorker:
         return device, ProjectionShare(boot, self, device)
 
     def _stand_ins(self) -> AbstractContextManager[None]:
+        """While active, vLLM takes SiPipe's parts for its runner's own."""
         from sipipe.worker.hooks.draws import stand_ins
 
         return stand_ins(own_sampler=self.own_sampler)
+
+
+MOST_WRITTEN = 1 << 20
+"""Bytes of zeros that are written as usual: a KV cache has many more, and nothing else as many."""
 
 
 class _UntouchedZeros(TorchFunctionMode):
@@ -139,7 +156,7 @@ class _UntouchedZeros(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         size = args[0] if func is torch.zeros and kwargs.get("dtype") is torch.int8 else 0
-        if not isinstance(size, int) or size < 1 << 20:
+        if not isinstance(size, int) or size < MOST_WRITTEN:
             return func(*args, **kwargs)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=torch.int8)
@@ -153,11 +170,12 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
     """Bytes of the device that links from other stages and a shared projection's part will take."""
 
     def determine_available_memory(self) -> int:
-        """Without what is reserved; a size that the user gave is left alone."""
-        given = self.cache_config.kv_cache_memory_bytes  # vLLM may set its own of an earlier start
+        """Bytes for the KV cache, less those that are reserved; a size that the user gave is left alone."""
+        # Read before vLLM is asked, which may set the size of an earlier start.
+        users_size = self.cache_config.kv_cache_memory_bytes
         with self._hosted():
             available: int = super().determine_available_memory()
-        if given or not self.reserved:
+        if users_size or not self.reserved:
             return available
         logger.info(
             "links from other stages and a shared output projection: %.2f GiB of this GPU, taken "
@@ -178,10 +196,11 @@ if current_platform.is_cpu():
         vllm_module = cpu_worker
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # As the engine counts (:mod:`sipipe.engine.setup.kv_memory`), or vLLM refuses its size.
+            # Memory is counted as the engine does (:mod:`sipipe.engine.setup.kv_memory`): else vLLM
+            # refuses the size that the engine has chosen.
             cpu_resource_utils.get_cgroup_memory_limit = group_limit
             cpu_resource_utils.get_cgroup_memory_usage = group_used
-            # vLLM 0.33 asks for Triton here, of which the second runner needs the kernels alone.
+            # vLLM 0.33 refuses its second runner without Triton, whose kernels SiPipe has for CPUs.
             with patch.object(gpu_worker, "HAS_TRITON", True, create=True):
                 super().__init__(*args, **kwargs)
 
@@ -200,45 +219,64 @@ if current_platform.is_cpu():
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
             use_compiled(self.vllm_config)
-            # What vLLM 0.33 compiles before the first request; our kernels need no compiling.
+            # vLLM 0.33 compiles its kernels before the first request; ours need no compiling.
             self.vllm_config.kernel_config.enable_jit_warmup &= HAS_TRITON
             super().load_model(*args, **kwargs)
 
         def _should_warm_up_model(self) -> bool:
-            """Not where a pass of a few tokens loads the compiled model from disk. vLLM's has as many
-            as a batch can, and takes seconds: it also measures memory, where the KV cache has no size.
-            Ranks, which have to do the same, are not asked what each has, nor is an encoder run."""
+            """Say False where a pass of a few tokens has loaded the compiled model from disk.
+
+            vLLM's own pass has as many tokens as a batch can, and takes seconds. It also measures memory,
+            so it is made where the KV cache has no size yet. It is made too where there are several
+            ranks, which have to do the same and do not know what each has cached, and where there is an
+            encoder, which the short pass would not run.
+            """
             needed: bool = super()._should_warm_up_model()
+            return needed and not (self._may_load_compiled() and self._loads_compiled())
+
+        def _may_load_compiled(self) -> bool:
+            """Say if a short pass can take the place of vLLM's."""
             cached = envs.VLLM_USE_AOT_COMPILE and not envs.VLLM_DISABLE_COMPILE_CACHE
             sized = self.cache_config.kv_cache_memory_bytes is not None
-            alone, runner = get_world_group().world_size == 1, self.model_runner
-            if needed and cached and sized and alone and not runner.supports_mm_inputs:
-                few = patch.object(runner, "max_num_tokens", min(16, runner.max_num_tokens))
-                # Where there is nothing to load, vLLM's own pass compiles.
-                with suppress(Exception), few, patch.object(envs, "VLLM_FORCE_AOT_LOAD", True):
-                    runner.warming_up_model()
-                    return False
-            return needed
+            only_rank = get_world_group().world_size == 1
+            return bool(cached and sized and only_rank and not self.model_runner.supports_mm_inputs)
+
+        def _loads_compiled(self) -> bool:
+            """Make a pass of a few tokens that loads the compiled model; False: there is none to load."""
+            runner = self.model_runner
+            tokens = min(FEW_TOKENS, runner.max_num_tokens)
+            with (
+                suppress(Exception),  # vLLM's own pass compiles then
+                patch.object(runner, "max_num_tokens", tokens),
+                patch.object(envs, "VLLM_FORCE_AOT_LOAD", True),
+            ):
+                runner.warming_up_model()
+                return True
+            return False
 
 
 def use_compiled(config: VllmConfig) -> None:
-    """From now on this process loads what was compiled for this model, these processor features and as
-    many threads. Call once its threads are set. Compiled code has both built in, and torch compares
-    neither, so they become a part of the configuration, from which vLLM names the file."""
+    """Have this process load what was compiled for this model, these processor features and as many
+    threads. Call once its threads are set.
+
+    Compiled code has both built in, and torch compares neither, so they become a part of the
+    configuration, from which vLLM names the file.
+    """
     built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     config.additional_config = {**config.additional_config, "compiled_for": built_for}
     load = torch.compiler.load_compiled_function
 
     @functools.wraps(load)
     def finished(file: Any, *args: Any, **kwargs: Any) -> Any:
-        state = os.fstat(file.fileno())  # of what is read, which nobody can exchange any more
+        # By the open file, which nobody can exchange any more: its contents are executed.
+        state = os.fstat(file.fileno())
         if state.st_uid not in (os.geteuid(), 0) or state.st_mode & stat.S_IWOTH:
-            # What it holds is executed. vLLM says this, and compiles anew.
+            # vLLM logs this, and compiles anew.
             raise PermissionError(errno.EPERM, "others can have written it", file.name)
-        found = load(file, *args, **kwargs)
-        function = found._artifacts.compiled_fn
+        model = load(file, *args, **kwargs)
+        function = model._artifacts.compiled_fn
         if not hasattr(function, "finalize_loading"):
             function.finalize_loading = lambda _: None
-        return found
+        return model
 
     torch.compiler.load_compiled_function = finished

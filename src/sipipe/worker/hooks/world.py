@@ -6,7 +6,11 @@ which layers are mine). Hidden states go through :mod:`sipipe.ipc.link`, so that
 error rather than a hung collective, and no collective ever waits for another stage.
 
 vLLM makes more than a dozen process groups in every worker, and torch gives each gloo group a
-device with a thread that wakes up a hundred times a second. Here they share one.
+device with a thread that wakes up a hundred times a second, whether anything happens or not. Here they
+share one.
+
+Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs all stages to meet, and
+gloo or NCCL hold every stage to one life.
 """
 
 import fcntl
@@ -36,25 +40,29 @@ from sipipe.messages.stage_place import StagePlace
 Tensors = Mapping[str, torch.Tensor]
 
 _TUNED = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
+"""Variable by which vLLM finds tuned kernels."""
 
 
 class PipelineStandIn:
-    """What ``get_pp_group()`` returns in a SiPipe worker: a place in the pipeline, no collectives.
+    """Pipeline group that ``get_pp_group()`` returns in a SiPipe worker: a place, and no collectives.
+
     ``receive`` and ``send`` serve vLLM's own ``Worker.execute_model``, which asks for hidden states
-    when it needs them and no earlier, and waits for what it sent before its next step. The worker
-    sets them: for a warm-up at first, then to the links."""
+    when it needs them and no earlier, and waits for those it sent before its next step. The worker
+    sets both: for a warm-up at first, then to the links.
+    """
 
     def __init__(self, place: StagePlace) -> None:
         self.rank_in_group = place.stage
         self.world_size = place.stages
         self.rank = place.rank
-        self.ranks = [s * place.tp_size + place.tp_rank for s in range(place.stages)]
+        self.ranks = [stage * place.tp_size + place.tp_rank for stage in range(place.stages)]
         self.local_rank = place.tp_rank
         self.is_first_rank = place.is_first
         self.is_last_rank = place.is_last
         self.receive: Callable[[], dict[str, torch.Tensor]] | None = None
+        """Waits for the previous stage's hidden states of the next iteration, and returns them by name."""
         self.send: Callable[[Tensors], Callable[[], None]] | None = None
-        """Returns what waits until the tensors may be overwritten."""
+        """Sends hidden states; returns a function that waits until the tensors may be overwritten."""
 
     @property
     def last_rank(self) -> int:
@@ -79,15 +87,16 @@ class PipelineStandIn:
 
     @contextmanager
     def graph_capture(self, context: Any = None) -> Iterator[Any]:
-        """Around vLLM's capture of CUDA graphs: no collective of ours to prepare for it."""
+        """Prepare nothing for vLLM's capture of CUDA graphs: there is no collective in them."""
         yield context
 
     def broadcast_object(self, value: Any = None, src: int = 0) -> Any:  # noqa: ARG002
-        """The KV connectors' engine id, which all stages have from one configuration."""
+        """Return ``value``: vLLM sends the KV connectors' engine id, which all stages have from one
+        configuration."""
         return value
 
     def destroy(self) -> None:
-        """Called by vLLM's tear-down; there is no process group to destroy."""
+        """Do nothing at vLLM's tear-down: there is no process group to destroy."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(
@@ -99,8 +108,10 @@ class PipelineStandIn:
 @contextmanager
 def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
     """While active, vLLM's worker initialisation makes a world of this stage's ranks only.
+
     ``init_device`` of vLLM's worker calls ``init_worker_distributed_environment`` by name from its
-    module, ``worker_module``; that name is replaced for the duration: no seam is narrower."""
+    module, ``worker_module``; that name is replaced for the duration: no seam is narrower.
+    """
 
     def join_stage(
         vllm_config: VllmConfig,
@@ -138,15 +149,19 @@ def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
 
 
 class _SharingGloo(ProcessGroupGloo):
-    """A gloo group on the device of all others. ``others``: options that newer releases of torch have."""
+    """Gloo group on one device that all groups of the process share.
+
+    Args:
+        newer: Options that newer releases of torch have, by name.
+    """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, **others: Any
+        self, store: Store, rank: int, size: int, timeout: timedelta, **newer: Any
     ) -> None:
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = _gloo_devices()
-        for name, value in others.items():
+        for name, value in newer.items():
             setattr(options, name, value)
         try:
             super().__init__(store, rank, size, options)
@@ -168,9 +183,14 @@ def _reason(error: RuntimeError) -> str:
 
 @functools.cache
 def _gloo_devices() -> list[Any]:
-    """What torch would make for each group, by the same variable; else not torch's own, which
-    listens on the host name's address without authentication: a stage's ranks share a host."""
-    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+    """Devices of the process's gloo groups: those of ``GLOO_SOCKET_IFNAME``, as torch would make them for
+    each group; without it, one on the loopback address.
+
+    Rejected: torch's own default, which listens on the host name's address without authentication. A
+    stage's ranks share a host.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces:
         return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
     return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
 
@@ -183,10 +203,13 @@ def one_gloo_device() -> Iterator[None]:
 
 
 def keep_caches_apart(place: StagePlace) -> None:
-    """Before vLLM tunes its kernels: have each stage keep what it found in a directory of its own.
+    """Have each stage keep its tuned kernels in a directory of its own. Call before vLLM tunes.
+
     vLLM names the file by the rank in the world, which here is that of one stage: all stages would
-    share one, and the next start load another stage's."""
-    if (directory := envs.VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR) is None:
+    share one, and the next start load another stage's.
+    """
+    directory = envs.VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR
+    if directory is None:
         try:
             made_by = version("flashinfer-python")
         except PackageNotFoundError:
@@ -196,9 +219,12 @@ def keep_caches_apart(place: StagePlace) -> None:
 
 
 def find_peers() -> None:
-    """Have vLLM's file there of which GPUs reach each other. Once a world is made, only local rank 0
-    writes it, which no stage but the first has; before that whoever misses it does. Every rank of a
-    stage calls this: who has read the file does not enter vLLM's barrier of those that have not."""
+    """Make vLLM's file that says which GPUs reach each other, if it is not there yet.
+
+    Once a world is made, only local rank 0 writes it, which no stage but the first has; before that,
+    any process does that misses it. Every rank of a stage calls this: a rank that has read the file
+    does not enter vLLM's barrier for those that have not.
+    """
     os.makedirs(envs.VLLM_CACHE_ROOT, exist_ok=True)
     with open(os.path.join(envs.VLLM_CACHE_ROOT, "gpu_p2p_access_cache.lock"), "w") as file:
         # wait: `start_timeout`; another stage's worker, which asks each pair of GPUs, or its end
@@ -207,6 +233,9 @@ def find_peers() -> None:
 
 
 def cut_model(layers: tuple[int, ...]) -> None:
-    """Before the model is made: let vLLM cut at ``layers``. In the worker's own environment, so
-    that nothing of the choice stays behind in the process that holds the engine."""
+    """Have vLLM cut the model by ``layers``, the number of each stage. Call before the model is made.
+
+    It is set in the worker's own environment, so that nothing of the choice stays behind in the process
+    that holds the engine.
+    """
     os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
