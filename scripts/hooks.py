@@ -20,7 +20,18 @@ vLLM's second model runner runs every stage. This page follows it from loading t
 
 The page is written by `make hooks` from `worker/hooks/table.py`. A test compares the order with vLLM's source. Paths are relative to `src/sipipe`.
 
-The rows of `worker/hooks/preparation.py:SiPipePrepares` hold where SiPipe prepares a stage's inputs ([execution](execution.md)), those of `worker/hooks/draws.py:LastRows` where CPU samplers draw.
+Some rows hold for a part of the stages only:
+
+| class | holds where |
+| --- | --- |
+| `SiPipePrepares` | SiPipe prepares a stage's inputs ([execution](execution.md)); it takes the runner's functions once the stage is warm |
+| `VllmPrepares`, `TokenFeedback.get_prev_sampled_outputs` | vLLM prepares them, for the few models and options that need it |
+| `NothingDrawn` | every stage but the last: nothing is drawn, and `sample_tokens` is vLLM's |
+| `LastRows` | the last stage, where CPU samplers draw; it takes the runner's `sample_tokens` and `sample` once the stage is warm |
+| `SomeDrawnHere`, `DeviceSampler` | the same, where the device draws the rows that ask for no more than a temperature |
+| `WholeBatch` | the last stage, where vLLM's own sampler draws all rows |
+| `TorchRows` | the same, on CPUs without Triton |
+| `Pooled` | every stage of a pooling model |
 """
 END = """
 Where to go on: [execution](execution.md) explains the two threads and buffer sets, [upstream](upstream.md) lists every name that is replaced, with the change to vLLM that would make it unnecessary.

@@ -62,7 +62,6 @@ PAIRS = (
 
 NOT_YET = frozenset(
     {
-        "worker/hooks",
     }
 )
 

@@ -1,5 +1,6 @@
 """Fixtures of what a start leaves in its process."""
 
+import logging
 import os
 
 import pytest
@@ -17,3 +18,13 @@ def own_last_word(monkeypatch):
     yield
     for place in held.values():
         os.close(int(place.name))
+
+
+@pytest.fixture(autouse=True)
+def vllms_log():
+    """Handlers of vLLM's log as they were. A start that a test looks at through ``capsys`` sets them to
+    that test's stream, which is closed at its end."""
+    log = logging.getLogger("vllm")
+    handlers = log.handlers[:]
+    yield
+    log.handlers[:] = handlers

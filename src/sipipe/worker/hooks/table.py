@@ -19,10 +19,11 @@ class Hook(NamedTuple):
     why: str
     """Reason that vLLM's own does not serve."""
     where: str
-    """Our function, as ``file:Class.method``; paths are relative to ``src/sipipe``."""
+    """Function of ours, as ``file:Class.method``; paths are relative to ``src/sipipe``."""
 
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 HOOKS = (
@@ -48,6 +49,13 @@ HOOKS = (
         where="worker/hooks/draws.py:stand_ins",
     ),
     Hook(
+        caller=f"{_WORKER}.load_model",
+        call="self.model_runner.load_model",
+        ours="vLLM's; behind it a start ends where a layer's CPU kernel does not take the model's dtype",
+        why="with `--enforce-eager` the kernel would be called first, and assert, by a request",
+        where="worker/hooks/kernel_dtypes.py:check_dtypes",
+    ),
+    Hook(
         caller=f"{_RUNNER}.load_model",
         call="self.speculator.load_model",
         ours="vLLM's, beside the runner: a draft head on the last stage, by a configuration of its own",
@@ -67,6 +75,13 @@ HOOKS = (
         ours="`StandInSampler`, which keeps nothing of a request, where CPU samplers draw",
         why="vLLM's counts every token of the vocabulary for each request",
         where="worker/hooks/draws.py:stand_ins",
+    ),
+    Hook(
+        caller=f"{_CPU_WORKER}.determine_available_memory",
+        call="self._should_warm_up_model",
+        ours="a pass of a few tokens, where a compiled model is in the cache; no other then",
+        why="vLLM's pass has as many tokens as a batch can, and takes seconds",
+        where="worker/hooks/vllm_workers.py:CPUStageWorker._should_warm_up_model",
     ),
     Hook(
         caller=f"{_RUNNER}.initialize_kv_cache",
@@ -99,16 +114,52 @@ HOOKS = (
     Hook(
         caller=f"{_RUNNER}.execute_model",
         call="self.update_pp_decode_requests",
-        ours="nothing",
+        ours="nothing, where SiPipe prepares",
         why="drawn tokens come with the scheduling output",
         where="worker/hooks/preparation.py:SiPipePrepares._nothing",
     ),
     Hook(
+        caller=f"{_RUNNER}.update_pp_decode_requests",
+        call="self.pp_handler.get_prev_sampled_outputs",
+        ours="where vLLM prepares: the tokens of decoding requests, from the scheduling output",
+        why="no collective brings them; vLLM's own code then writes them into its request states",
+        where="worker/hooks/preparation.py:TokenFeedback.get_prev_sampled_outputs",
+    ),
+    Hook(
         caller=f"{_RUNNER}.execute_model",
         call="self.add_requests",
-        ours="vLLM's; the sampler's part of it is a stand-in's where CPU samplers draw",
+        ours="vLLM's, with the two calls of the sampler below",
         why="LoRA, positions and recurrent states stay in vLLM's rows",
+        where="worker/hooks/preparation.py:StandInSampler",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.add_requests",
+        call="self.sampler.add_request",
+        ours="where CPU samplers draw: nothing",
+        why="the engine tells the samplers of requests",
         where="worker/hooks/preparation.py:StandInSampler.add_request",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.add_requests",
+        call="self.sampler.add_request",
+        ours="where the device draws simple rows: a temperature and a seed, and a note of which rows "
+        "are simple",
+        why="the kernel that draws needs two numbers of a request, and vLLM's `Sampler` keeps many",
+        where="worker/hooks/device_sampler.py:DeviceSampler.add_request",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.add_requests",
+        call="self.sampler.apply_staged_writes",
+        ours="where CPU samplers draw: nothing",
+        why="nothing is staged",
+        where="worker/hooks/preparation.py:StandInSampler.apply_staged_writes",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.add_requests",
+        call="self.sampler.apply_staged_writes",
+        ours="where the device draws simple rows: the copy of new requests' two numbers to the device",
+        why="one copy a pass, and none without a new request",
+        where="worker/hooks/device_sampler.py:DeviceSampler.apply_staged_writes",
     ),
     Hook(
         caller=f"{_RUNNER}.execute_model",
@@ -116,6 +167,21 @@ HOOKS = (
         ours="zeroes and copies KV cache blocks, and checks that vLLM's rows are ours",
         why="block tables and lengths were prepared ahead",
         where="worker/hooks/preparation.py:SiPipePrepares._update_requests",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.block_tables.apply_staged_writes",
+        ours="vLLM's; where SiPipe prepares, block tables of new requests alone, which nobody reads",
+        why="`prepare_attn` hands over prepared tables; `update_requests`, which adds blocks to these, "
+        "is replaced",
+        where="worker/hooks/preparation.py:SiPipePrepares._update_requests",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.execute_model",
+        call="self.aux_output_connector.begin_step",
+        ours="vLLM's; before the pass, metadata of earlier outputs that this worker did not get",
+        why="an iteration without tokens is not sent to the workers, and its metadata waits",
+        where="worker/hooks/vllm_workers.py:_StageWorker.execute_model",
     ),
     Hook(
         caller=f"{_RUNNER}.execute_model",
@@ -181,6 +247,30 @@ HOOKS = (
         where="worker/hooks/world.py:PipelineStandIn.isend_tensor_dict",
     ),
     Hook(
+        caller=f"{_WORKER}.sample_tokens",
+        call="self.model_runner.sample_tokens",
+        ours="where CPU samplers draw: logits for them, `postprocess_sampled` and the connector's report; "
+        "vLLM's own only where the engine waits for this stage's report",
+        why="vLLM's makes an output: a stream's wait, two copies and an event that nobody needs",
+        where="worker/hooks/draws.py:LastRows._sample_tokens",
+    ),
+    Hook(
+        caller=f"{_WORKER}.sample_tokens",
+        call="self.model_runner.sample_tokens",
+        ours="where vLLM's sampler draws: vLLM's; before it the engine's grammar is waited for, if a "
+        "request has one",
+        why="the engine makes the bitmask while the stage runs the pass",
+        where="worker/hooks/draws.py:WholeBatch.finish",
+    ),
+    Hook(
+        caller=f"{_WORKER}.sample_tokens",
+        call="self.model_runner.sample_tokens",
+        ours="on every stage of a pooling model: it is not called; the stream waits until the result of "
+        "`execute_model` is copied",
+        why="the next pass may write what is being copied",
+        where="worker/hooks/draws.py:Pooled.finish",
+    ),
+    Hook(
         caller=f"{_RUNNER}.sample_tokens",
         call="self.pp_handler.receive",
         ours="nothing, on every stage but the last",
@@ -197,10 +287,26 @@ HOOKS = (
     Hook(
         caller=f"{_RUNNER}.sample_tokens",
         call="self.sample",
-        ours="logits of the rows that sample, in the samplers' order; on CPUs `torch.empty` gives "
-        "the projection its place in BIC-L",
+        ours="where CPU samplers draw: logits of the rows that sample, in the samplers' order; on CPUs "
+        "`torch.empty` gives the projection its place in BIC-L",
         why="CPU samplers draw; fresh memory for each projection costs a copy and page faults",
         where="worker/hooks/draws.py:LastRows._sample",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.sample",
+        ours="where vLLM's sampler draws, on CPUs without Triton: the PyTorch sampler of vLLM's first "
+        "runner, with a batch of its own for each microbatch",
+        why="the second runner's sampler is made of Triton kernels; custom logits processors have the "
+        "first one's interface",
+        where="worker/hooks/torch_rows.py:TorchRows._sample",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.pp_handler.broadcast",
+        ours="nothing",
+        why="tokens return by way of the scheduler",
+        where="worker/hooks/preparation.py:TokenFeedback.broadcast",
     ),
     Hook(
         caller=f"{_RUNNER}.sample_tokens",
