@@ -32,6 +32,7 @@ MEANT = {
         "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group kv_cache_memory_bytes "
         "enable_jit_warmup use_tqdm_on_load"
     ),
+    "fields of SiPipe's own class of the configuration": "replicas announced ahead",
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config cache_config kv_events_config "
         "enable_prefix_caching num_gpu_blocks num_gpu_blocks_override max_logprobs logprobs_mode "
