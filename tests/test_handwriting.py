@@ -60,10 +60,7 @@ PAIRS = (
 )
 """Values that are one thing, and may be assigned in one statement."""
 
-NOT_YET = frozenset(
-    {
-    }
-)
+NOT_YET: frozenset[str] = frozenset()
 
 
 def findings(file: Path) -> Iterator[tuple[str, int]]:
