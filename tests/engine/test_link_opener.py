@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,7 @@ def test_a_line_names_the_pair_the_reason_and_the_cost(lines, how):
         "as much later is the first token of such a prompt"
     )
     assert tried.startswith("hidden states go from stage to stage by 4 links; the slowest, ")
+    assert re.search(r"\(all were tried, in \d+ ms\)$", tried)
     assert describe_links(links) == (
         "cuda_ipc (untested between GPUs), shm (untested between GPUs) on stage1-2.r1"
     )
