@@ -52,6 +52,19 @@ def models(tmp_path_factory):
     copy("half_weights")
     weights = made["half_weights"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    written = {
+        "file_of_bad_template": "{% if %}",
+        "file_of_bad_python": "raise ValueError('a bad plugin')",
+        "empty_python": "",
+    }
+    for name, text in written.items():
+        made[name] = folder / f"{name}.py"
+        made[name].write_text(text)
+    made["empty_adapter"] = folder / "empty_adapter"
+    made["empty_adapter"].mkdir()
+    made["large_adapter"] = folder / "large_adapter"
+    made["large_adapter"].mkdir()
+    (made["large_adapter"] / "adapter_config.json").write_text('{"r": 64}')
     return {name: str(path) for name, path in made.items()}
 
 

@@ -4,6 +4,7 @@ that door's parser made. Arguments: the door, a file with ``[[line, model, ...]]
 
 import json
 import os
+import re
 import socket
 import sys
 import types
@@ -97,7 +98,10 @@ def become(door, run, wrong, models, out):
         taken.bind(("", 0))
         taken.listen()
         models |= {"taken": str(taken.getsockname()[1])}
-        words = [models.get(word.strip("{}"), word) for word in wrong.words]
+        words = [
+            re.sub(r"\{(\w+)\}", lambda name: models.get(name[1], name[0]), word)
+            for word in wrong.words
+        ]
         model = models.get(wrong.model.strip("{}"), wrong.model)
         try:
             status = run(model, common(door, words)) or 0

@@ -150,6 +150,13 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --enable-trace-replay => --enable-trace-replay.*Triton
 --return-sampling-mask --logprobs-mode processed_logprobs => --return-sampling-mask.*Triton
 --cpu-offload-gb -1 => cpu.offload.gb
+--worker-extension-cls no.Such => --worker-extension-cls no.Such: No module named
+[sv] --logits-processors no.such:Thing => --logits-processors no.such:Thing: No module named
+[sv] --logits-processors os => --logits-processors os: must be MODULE:CLASS
+--io-processor-plugin no_such => --io-processor-plugin no_such is not installed
+--allowed-local-media-path /no/such => --allowed-local-media-path "/no/such": there is no such directory
+--generation-config /no/such => --generation-config "/no/such": there is no such directory
+[sv] --model-loader-extra-config '{"bad": 1}' => --model-loader-extra-config: Unexpected extra config keys
 --attention-backend NO_SUCH => NO_SUCH
 --scheduling-policy lottery => policy
 --prefix-caching-hash-algo md4 => hash.algo
@@ -217,6 +224,20 @@ SERVER = r"""
 [sv] --ssl-certfile {file} => --ssl-certfile .*file" do not make a certificate
 [sv] --ssl-keyfile {file} => --ssl-keyfile: give its --ssl-certfile too
 [sv] --ssl-ca-certs /no/such.pem => --ssl-ca-certs "/no/such.pem" cannot be read
+[sv] --ssl-ciphers nonsense => --ssl-ciphers nonsense: names no cipher
+[sv] --ssl-cert-reqs 9 => --ssl-cert-reqs 9: must be one of 0 \(CERT_NONE\)
+[s] --chat-template '{% if %}' => --chat-template .*expression
+[s] --chat-template {file_of_bad_template} => --chat-template .*expression
+[sv] --tool-server nonsense => --tool-server "?nonsense"?
+[s] --tool-parser-plugin {file_of_bad_python} --enable-auto-tool-choice --tool-call-parser mine => --tool-parser-plugin .*: a bad plugin
+[s] --tool-parser-plugin {empty_python} --enable-auto-tool-choice --tool-call-parser mine => invalid tool call parser: mine
+[s] --uds /no/such/directory/socket => --uds /no/such/directory/socket: there is no directory
+[sv] --api-key '' => --api-key is empty
+[sv] --fingerprint-mode custom => --fingerprint-mode custom: give its --fingerprint-value
+[sv] --default-chat-template-kwargs '[1]' => --default-chat-template-kwargs must be a JSON object
+[sv] --lora-modules a={empty_adapter} => --lora-modules a: give --enable-lora too
+[sv] --enable-lora --lora-modules a={empty_adapter} => adapter_config.json" cannot be read: No such file
+[sv] --enable-lora --lora-modules a={large_adapter} => --lora-modules a has rank 64, and --max-lora-rank is 16
 [s] --config {file} => --config .*yaml
 [s] --uds '' --port 0x => --port
 [s] --uds {file} => --uds .*file: it is no socket

@@ -23,6 +23,7 @@ from sipipe.engine.setup.record import Setup
 from sipipe.engine.start import plugin
 from sipipe.engine.start.arguments import OneLineParser, begin, engine_args, use_sipipe
 from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
+from sipipe.engine.start.late_values import load_parsers
 from sipipe.engine.start.plugin import engine_config
 from sipipe.engine.start.refusals import checked
 from sipipe.errors import ConfigError, tell
@@ -98,9 +99,8 @@ def _check_arguments(args: argparse.Namespace, command: Any) -> None:
 
     checked(partial(configure_logging_from_args, args))
     checked(partial(command.validate, args))
-    # A plugin adds parsers, which are not known before it is loaded.
-    if not (args.tool_parser_plugin or args.reasoning_parser_plugin):
-        checked(partial(validate_api_server_args, args))
+    load_parsers(args)  # a plugin adds parsers to those that are known
+    checked(partial(validate_api_server_args, args))
 
 
 def _serve_by_vllm(

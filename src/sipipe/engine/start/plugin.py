@@ -169,6 +169,7 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     from sipipe.config import SiPipeConfig
     from sipipe.engine.setup.checkpoint import check_files
     from sipipe.engine.setup.compatibility import check_features, check_stages, schedules_ahead
+    from sipipe.engine.start.late_values import check_engine
 
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     _prepare_process()
@@ -179,6 +180,7 @@ def engine_config(engine_args: Any, *args: Any, stages: str = "--pp", **kwargs: 
     check_features(vllm_config)
     check_stages(vllm_config, stages)
     check_files(vllm_config)
+    check_engine(vllm_config)
     vllm_config.ahead = schedules_ahead(vllm_config, ahead)
     _take_what_samplers_can(vllm_config)
     return vllm_config
