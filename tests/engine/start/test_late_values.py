@@ -46,7 +46,7 @@ def test_a_chat_template_that_vllm_takes_is_taken(template, tmp_path):
 def test_a_template_that_is_not_text_is_named(tmp_path):
     file = tmp_path / "template.jinja"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="--chat-template .* is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"--chat-template .* is not UTF-8 text"):
         check_server(server(chat_template=str(file)))
 
 

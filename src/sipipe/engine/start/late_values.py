@@ -84,6 +84,7 @@ def load_parsers(args: Any) -> None:
     for field in FILES:
         path = getattr(args, field, None)
         if path:
+            _check_file(path, _option(field))
             module = partial(import_from_path, Path(path).stem, path)
             _attempt(module, f"{_option(field)} {path}")
 
