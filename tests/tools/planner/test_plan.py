@@ -239,6 +239,24 @@ def test_a_command_asks_for_what_there_is():
     assert any("with 4.25 bits per weight" in note for note in notes(stored, stored.best))
 
 
+def test_streams_have_as_many_api_servers_as_they_take():
+    """One process of vLLM's front end streams some thousand tokens a second, whoever computes them."""
+    quick = plan("llama-3.1-8b")
+    slow = plan("llama-3.1-405b", hosts=2, workload=Workload(max_num_seqs=16))
+    for found in (quick, slow):
+        for choice in found.choices:
+            servers = found.api_servers(choice)
+            each = found.front_end.tokens_per_second(1)
+            assert (servers - 1) * each < choice.throughput <= servers * each
+            first, *others = serve_commands(found, choice)
+            assert (f"--api-server-count {servers}" in first) == (servers > 1)
+            assert not any("--api-server-count" in command for command in others)
+            said = [note for note in notes(found, choice) if "API servers" in note]
+            assert len(said) == (servers > 1)
+    assert quick.api_servers(quick.best) > quick.api_servers(quick.best, 16) > 1
+    assert slow.api_servers(slow.best) == 1
+
+
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-7b"])
 def test_on_cpus_the_output_projection_is_shared_where_that_is_quicker(model):
     found = plan(model, gpu="xeon-8468", per_host=4, cores=200)

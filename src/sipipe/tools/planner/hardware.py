@@ -130,6 +130,19 @@ class Engine:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEnd:
+    """What one API server, a process on one core, takes for its streams."""
+
+    token_us: float
+    chunk_us: float
+    busy: float
+
+    def tokens_per_second(self, stream_interval: int) -> float:
+        """Output tokens a second that one API server streams, in chunks of ``stream_interval``."""
+        return self.busy * 1e6 / (self.token_us + self.chunk_us / stream_interval)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal hosts, filled with equal devices. ``cores_per_host`` are all of a host's."""
 
@@ -196,7 +209,7 @@ def assumptions() -> dict[str, tuple[float, float, float, str]]:
     """Names that :attr:`Assumed.given` may have, each with value, quickest, slowest and source."""
     return {
         f"{part}.{field}": (value[0], value[2], value[3], value[1])
-        for kind in ("efficiency", "loop", "sampling-host", "network", *_KINDS)
+        for kind in ("efficiency", "loop", "sampling-host", "network", "front-end", *_KINDS)
         for part, entry in _parts().items()
         if part.split(".")[0] == kind
         for field, value in entry.items()
@@ -269,6 +282,11 @@ def at_end(cluster: Cluster, assumed: Assumed) -> Cluster:
 def efficiency(assumed: Assumed = STATED) -> Efficiency:
     """Shares of a device's peak that kernels reach."""
     return msgspec.convert(assumed.values("efficiency"), Efficiency)
+
+
+def front_end(assumed: Assumed = STATED) -> FrontEnd:
+    """What an API server of vLLM takes for its streams."""
+    return msgspec.convert(assumed.values("front-end"), FrontEnd)
 
 
 def engine(key: str, assumed: Assumed = STATED) -> Engine:

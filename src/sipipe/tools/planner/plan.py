@@ -1,10 +1,11 @@
 """Result of a search: engines on pipeline and tensor degrees, ranked, and why others cannot."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from sipipe.engine.layers.facts import ModelFacts
-from sipipe.tools.planner.hardware import Cluster, Engine
+from sipipe.tools.planner.hardware import Cluster, Engine, FrontEnd
 from sipipe.tools.planner.pipeline import Iteration
 from sipipe.tools.planner.placement import Memory, Placement
 from sipipe.tools.planner.workload import Workload
@@ -122,6 +123,7 @@ class Plan:
     facts: ModelFacts
     cluster: Cluster
     workload: Workload
+    front_end: FrontEnd
     choices: tuple[Choice, ...]
     """Choices of both engines that meet the budget, the fastest first."""
     rejected: tuple[Rejected, ...]
@@ -134,6 +136,11 @@ class Plan:
     def best(self) -> Choice | None:
         """The fastest choice, whichever engine's; None where nothing fits."""
         return self.choices[0] if self.choices else None
+
+    def api_servers(self, choice: Choice, stream_interval: int = 1) -> int:
+        """API servers that the streams of ``choice`` need, 1 or more."""
+        each = self.front_end.tokens_per_second(stream_interval)
+        return math.ceil(choice.throughput / each)
 
     def fastest(self, ours: bool) -> Choice | None:
         """The fastest choice of SiPipe, or of the engine that it is compared with."""

@@ -7,6 +7,8 @@ from typing import Any
 from sipipe.tools.planner.placement import kv_bytes_per_token
 from sipipe.tools.planner.plan import OURS, Choice, DraftWorth, Plan
 
+_INTERVALS = (2, 4, 8, 16)
+"""Tokens of a chunk that a reader hardly notices, at rates that need them."""
 _ROOM = 0.9
 """Part of the predicted KV cache that one sequence may ask for: memory is predicted, not measured."""
 
@@ -47,12 +49,14 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
         words += ["--kv-cache-dtype", "fp8"]
     if gpu and choice.engine.key == "vllm":
         words += ["--no-async-scheduling"]
+    servers = plan.api_servers(choice)
+    front_end = ["--api-server-count", str(servers)] if servers > 1 else []
     if (hosts := plan.cluster.hosts) == 1:
-        return [shlex.join(words)]
+        return [shlex.join(words + front_end)]
     commands = []
     for rank in range(hosts):
         more = ["--nnodes", str(hosts), "--node-rank", str(rank), "--master-addr", "HOST0"]
-        commands.append(shlex.join(words + more + (["--headless"] if rank else [])))
+        commands.append(shlex.join(words + more + (["--headless"] if rank else front_end)))
     return commands
 
 
@@ -65,7 +69,23 @@ def notes(plan: Plan, choice: Choice) -> list[str]:
     bits = plan.workload.weight_bits
     if bits is not None and not (bits == 8 and plan.cluster.device.kind == "gpu"):
         remarks.append(f"CHECKPOINT is one of {plan.facts.name} with {bits:g} bits per weight")
+    remarks += _front_end_notes(plan, choice)
     return remarks
+
+
+def _front_end_notes(plan: Plan, choice: Choice) -> list[str]:
+    """How many API servers stream the tokens of ``choice``, and what larger chunks save of them."""
+    servers = plan.api_servers(choice)
+    if servers == 1:
+        return []
+    each = plan.front_end.tokens_per_second(1)
+    by_interval = {interval: plan.api_servers(choice, interval) for interval in _INTERVALS}
+    interval = min(by_interval, key=lambda interval: (by_interval[interval], interval))
+    fewer = by_interval[interval]
+    text = f"{servers} API servers, as one streams about {each:,.0f} tokens/s"
+    if fewer < servers:
+        text += f", and {fewer} {'do' if fewer > 1 else 'does'} with --stream-interval {interval}"
+    return [text]
 
 
 def _fields(thing: Any, *names: str) -> dict[str, Any]:
@@ -141,6 +161,7 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         "engine": choice.engine.key,
         **_fields(choice, "p", "t", "vocabulary", "throughput", "tpot", "lowest_tpot"),
         **_fields(choice, "batch", "samplers"),
+        "api_servers": plan.api_servers(choice),
         "throughput_range": [choice.slowest.throughput, choice.quickest.throughput],
         "tpot_range": [choice.quickest.delay, choice.slowest.delay],
         "kv_tokens_range": [choice.slowest.kv_tokens, choice.quickest.kv_tokens],

@@ -80,6 +80,7 @@ class Search:
             facts=self.costs.facts,
             cluster=cluster,
             workload=self.workload,
+            front_end=hardware.front_end(Assumed(given=self.given)),
             choices=tuple(choices),
             rejected=tuple(rejected),
         )
