@@ -35,9 +35,23 @@ def off(stages, ranks=1, **settings):
     return shared(stages, ranks, cpu_sampling="off") | {"max_logprobs": -1} | settings
 
 
+def one_slot():
+    """One stage with one microbatch, launched behind the last one while that one's tokens are on the
+    device only."""
+    settings = shared(1, cpu_sampling="off", inflight=1, vocabulary="last")
+    return settings | {"max_logprobs": -1, "async_scheduling": True}
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_vllms_features_and_seeds_equal_stock(models, stages):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(off(2), id="2"),
+        pytest.param(off(1), id="1", marks=pytest.mark.slow),
+        pytest.param(one_slot(), id="one-slot"),
+    ],
+)
+def test_vllms_features_and_seeds_equal_stock(models, settings):
     """Every parameter, in batches that change, with prompts in chunks. Seeded ones are not:
     stock dies of those."""
     path, params = model(models), features.deterministic()
@@ -46,18 +60,26 @@ def test_vllms_features_and_seeds_equal_stock(models, stages):
         {"prompts": prompts(len(params), longest=200, seed=5), "params": params},
         {"prompts": prompts(20, longest=5, seed=6), "params": seeded(20)},
     ]
-    said = run_engine(path, batches, **off(stages))
+    said = run_engine(path, batches, **settings)
     assert_stock(said, path, batches, features.same_answers, max_logprobs=-1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2), (1, 1)])
-def test_preemption_and_chunks_of_seeded_prompts(models, stages, ranks):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(off(2), id="2-1"),
+        pytest.param(off(2, 2), id="2-2"),
+        pytest.param(off(1), id="1-1"),
+        pytest.param(one_slot(), id="one-slot"),
+    ],
+)
+def test_preemption_and_chunks_of_seeded_prompts(models, settings):
     path, batches = model(models, "qwen2"), features.crowding()
     long = prompts(4, longest=300, seed=3)
     params = [SEEDED | {"seed": 7, "max_tokens": 6}] * 4
     chunked = {"prompts": long, "params": params}
-    settings = off(stages, ranks) | features.SMALL_CACHE
+    settings = settings | features.SMALL_CACHE
     said = run_engine(path, [*batches, chunked], **settings)
     assert_stock(said[:1], path, batches[:1])
     assert tokens(said[1])[::2] == tokens(said[1])[1::2]

@@ -281,6 +281,11 @@ def test_a_choice_per_row_is_for_devices_that_draw(request):
     assert not compat.why_not_samplers(vllm_config(), settings)
 
 
+ONE_SLOT = {
+    "parallel_config__pipeline_parallel_size": 1,
+    "additional_config": {"sipipe": {"cpu_sampling": "off", "inflight": 1}},
+}
+"""One stage that feeds itself the tokens that it draws."""
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
@@ -294,6 +299,19 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
         ({"model_config__runner_type": "pooling"}, "pooling"),
         ({"model_config__is_diffusion": True}, "diffusion"),
         ({"max_concurrent_batches": 1}, '"inflight" of 1'),
+        ({"max_concurrent_batches": 1, **ONE_SLOT}, ""),
+        (
+            {"max_concurrent_batches": 1, **ONE_SLOT, "additional_config": None},
+            '"inflight" of 1',
+        ),
+        (
+            {
+                "max_concurrent_batches": 1,
+                **ONE_SLOT,
+                "parallel_config__pipeline_parallel_size": 2,
+            },
+            '"inflight" of 1',
+        ),
         ({"scheduler_config__scheduler_cls": SCHEDULER}, "scheduler"),
         ({"additional_config": {"sipipe": {"scheduler": "vllm"}}}, "scheduler"),
     ],

@@ -122,7 +122,9 @@ def schedules_ahead(vllm_config: VllmConfig, requested: bool | None) -> int:
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "pooling models": vllm_config.model_config.runner_type == "pooling",
         "diffusion models": vllm_config.model_config.is_diffusion,
-        '"inflight" of 1': vllm_config.max_concurrent_batches == 1,
+        '"inflight" of 1': (
+            vllm_config.max_concurrent_batches == 1 and not _feeds_itself(vllm_config, config)
+        ),
         "a scheduler that is not SiPipe's": config.scheduler != "pipeline" or scheduler is not None,
     }
     for reason, holds in against.items():
@@ -139,6 +141,14 @@ def schedules_ahead(vllm_config: VllmConfig, requested: bool | None) -> int:
     workers = vllm_config.parallel_config.world_size
     shares_cores = current_platform.is_cpu() and alone(this_machine(), workers)
     return 0 if shares_cores else 1
+
+
+def _feeds_itself(vllm_config: VllmConfig, config: SiPipeConfig) -> bool:
+    """True if tokens are drawn where they are embedded. They stay there, and an iteration of all
+    sequences is launched behind the last one, as by vLLM's own asynchronous scheduling: one
+    microbatch in flight is then enough to be ahead."""
+    one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1
+    return one_stage and bool(_needs_vllms_sampler(vllm_config, config))
 
 
 def _check_scheduler(name: str | type) -> None:
