@@ -131,7 +131,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnd:
-    """What one API server, a process on one core, takes for its streams."""
+    """CPU time of an API server, which is a process on one core."""
 
     token_us: float
     chunk_us: float
@@ -285,7 +285,7 @@ def efficiency(assumed: Assumed = STATED) -> Efficiency:
 
 
 def front_end(assumed: Assumed = STATED) -> FrontEnd:
-    """What an API server of vLLM takes for its streams."""
+    """CPU time of an API server of vLLM, and the share of its core that it may fill."""
     return msgspec.convert(assumed.values("front-end"), FrontEnd)
 
 

@@ -139,8 +139,8 @@ class Plan:
 
     def api_servers(self, choice: Choice, stream_interval: int = 1) -> int:
         """API servers that the streams of ``choice`` need, 1 or more."""
-        each = self.front_end.tokens_per_second(stream_interval)
-        return math.ceil(choice.throughput / each)
+        rate = self.front_end.tokens_per_second(stream_interval)
+        return math.ceil(choice.throughput / rate)
 
     def fastest(self, ours: bool) -> Choice | None:
         """The fastest choice of SiPipe, or of the engine that it is compared with."""

@@ -74,15 +74,16 @@ def notes(plan: Plan, choice: Choice) -> list[str]:
 
 
 def _front_end_notes(plan: Plan, choice: Choice) -> list[str]:
-    """How many API servers stream the tokens of ``choice``, and what larger chunks save of them."""
+    """A remark on the API servers that stream the tokens of ``choice``, and on what larger chunks save of
+    them; none where one is enough."""
     servers = plan.api_servers(choice)
     if servers == 1:
         return []
-    each = plan.front_end.tokens_per_second(1)
+    rate = plan.front_end.tokens_per_second(1)
     by_interval = {interval: plan.api_servers(choice, interval) for interval in _INTERVALS}
     interval = min(by_interval, key=lambda interval: (by_interval[interval], interval))
     fewer = by_interval[interval]
-    text = f"{servers} API servers, as one streams about {each:,.0f} tokens/s"
+    text = f"{servers} API servers, as one streams about {rate:,.0f} tokens/s"
     if fewer < servers:
         text += f", and {fewer} {'do' if fewer > 1 else 'does'} with --stream-interval {interval}"
     return [text]
