@@ -1,6 +1,7 @@
 """What several rooms' tests share, and which tests run beside which (`make test`)."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from sipipe import start_log
 from tests.hosts import Cluster, why_not
 
 # A third of the time that importing torch and vLLM takes is the collector's, which finds nothing.
@@ -29,6 +31,20 @@ WHOLE = (
 """Start no engine; what their tests share takes seconds, and would be made in both processes."""
 
 
+FILTERED = {
+    name
+    for table in (
+        start_log.WRONG,
+        start_log.WRONG_OF_ENGINES,
+        start_log.LENGTHY,
+        start_log.REPEATED,
+        start_log.OF_THE_FIRST,
+    )
+    for name in table
+}
+"""Names of the loggers that SiPipe filters."""
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
     """Where generated checkpoints live for the session."""
@@ -44,6 +60,17 @@ def own_environment() -> Iterator[None]:
     if before != dict(os.environ):
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def own_filters() -> Iterator[None]:
+    """A test leaves no filter on vLLM's loggers behind: a worker or a server that runs in the test's own
+    process shortens its log (:mod:`sipipe.start_log`)."""
+    loggers = [logging.getLogger(name) for name in FILTERED]
+    before = [list(logger.filters) for logger in loggers]
+    yield
+    for logger, filters in zip(loggers, before, strict=True):
+        logger.filters[:] = filters
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,11 @@ FILLED_IN = re.compile(
 
 @pytest.fixture
 def loggers():
-    """The loggers of all tables, as they were."""
+    """The loggers of all tables, without filters; afterwards as they were."""
     named = [logging.getLogger(name) for name in {name for name, _ in ROWS}]
     before = [list(logger.filters) for logger in named]
+    for logger in named:
+        logger.filters.clear()
     yield
     for logger, filters in zip(named, before, strict=True):
         logger.filters[:] = filters
