@@ -44,6 +44,12 @@ def test_requests_at_once_are_heavier_than_any_rate():
     assert answers([*pair, *at_once])[0].startswith("With 40 requests at once sipipe serves 3.00 ×")
 
 
+def test_the_answer_has_the_tables_number():
+    """Speeds are rounded in the table, where the ratio was made before."""
+    rows = [row("sipipe", None, 180, 10, **{"of stock's best": "2.42"}), row("stock", None, 74, 20)]
+    assert "serves 2.42 × the tokens of stock" in answers(rows)[0]
+
+
 def test_each_way_of_sampling_has_a_sentence():
     greedy = [line | {"sampling": "greedy"} for line in RATES]
     begins = [sentence.split(" at ")[0] for sentence in answers([*RATES, *greedy])]
