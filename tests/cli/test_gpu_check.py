@@ -243,7 +243,7 @@ def test_it_runs_through_without_a_gpu(tmp_path, models):
     skipped = {line["skipped"] for line in lines if line["step"] not in ran}
     assert skipped == {"no CUDA"}
     for name in arrivals:
-        assert set(ran[name]["runs"]) == {"chat 8", "chat 6 rate=4"}
+        assert set(ran[name]["runs"]) == {"chat 8", "chat 6 rate=4.0"}
     for name in small:
         assert len(ran[name]["answers"]) == 16
         assert set(ran[name]["runs"]) == {"greedy 16", "all 16"}
