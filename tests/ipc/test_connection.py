@@ -202,8 +202,10 @@ def test_strangers_hinder_nobody(open_end, times, says, token):
         assert connecting.receive(BOUND) == [b"out"]
 
 
-def test_once_the_peer_is_in_nobody_else_gets_to_the_port(ends):
-    port = ends[0]._listener.getsockname()[1]
+def test_once_the_peer_is_in_nobody_else_gets_to_the_port(open_end, token):
+    port = free_port(HERE)
+    ends = [open_end(port, listens=listens, token=token) for listens in (True, False)]
+    assert all(end.wait_for_peer(BOUND) for end in ends)
     with pytest.raises(TimeoutError):
         socket.create_connection((HERE, port), timeout=1.0)
 
@@ -272,13 +274,13 @@ def test_a_listener_that_is_not_there_yet(open_end, token):
 def test_what_has_come_can_be_answered(open_end, token, monkeypatch):
     """Though its sender has not been seen to come: a link's first release would be lost, and the
     sender would wait for the buffer until it takes the next stage for stalled."""
-    meet = Connection._meet
+    deafen = connection.deafen
 
-    def late(self, opened):
-        threading.Event().wait(0.5 if self._listener is not None else 0)
-        meet(self, opened)
+    def late(listener):  # the last thing before messages pass
+        threading.Event().wait(0.5)
+        deafen(listener)
 
-    monkeypatch.setattr(Connection, "_meet", late)
+    monkeypatch.setattr(connection, "deafen", late)
     port = free_port(HERE)
     listening = open_end(port, listens=True, token=token)
     connecting = open_end(port, listens=False, token=token)

@@ -8,6 +8,7 @@ import pytest
 from sipipe.errors import StallError
 from sipipe.ipc.errors import ChannelClosed, PeerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
+from sipipe.ipc.ring.ends import RingWriter
 
 from .crash import crash
 
@@ -97,12 +98,18 @@ def test_a_removed_reader_is_let_go(make):
     assert content(again) == (10, [b"y"])
 
 
-def test_a_message_out_of_sequence_is_noticed(make):
+def test_a_message_out_of_sequence_is_noticed(make, monkeypatch):
     producer = make(readers=["a"])
     a = make.reader(producer, "a")
     producer.publish([b"x"])
     assert content(a)[0] == 0
-    producer._sequence = 2
+    publish = RingWriter.publish
+
+    def publish_as_the_next(writer, header):
+        sequence, *rest = header
+        publish(writer, (sequence + 1, *rest))
+
+    monkeypatch.setattr(RingWriter, "publish", publish_as_the_next)
     producer.publish([b"x"])
     with pytest.raises(AssertionError, match="message 2, not 1"):
         a.receive()

@@ -2,8 +2,11 @@
 
 import collections
 import contextlib
+import select
 import socket
 import threading
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,7 +19,33 @@ from sipipe.ipc.gather import GatherReceiver, GatherSender
 
 
 def frame(iteration, payload, more=False):
-    return gather._HEADER.pack(len(payload), more, iteration) + payload
+    """The bytes that a sampler sends."""
+    ours, theirs = socket.socketpair()
+    with ours, contextlib.closing(GatherSender(theirs)) as sender:
+        sender.send(iteration, payload, more=more)
+        return ours.recv(1 << 16)
+
+
+class WouldSleep(Exception):
+    """Whoever collects has nothing more to read."""
+
+
+class Kernel:
+    """The receiver's ``epoll``; with ``sleeps`` false a wait that would sleep is :class:`WouldSleep`."""
+
+    sleeps = True
+
+    def __init__(self):
+        self.epoll = select.epoll()
+        self.register = self.epoll.register
+        self.unregister = self.epoll.unregister
+        self.close = self.epoll.close
+
+    def poll(self, timeout):
+        events = self.epoll.poll(timeout if self.sleeps else 0)
+        if not (events or self.sleeps):
+            raise WouldSleep
+        return events
 
 
 def joined(complete):
@@ -29,7 +58,10 @@ class Scene:
 
     def __init__(self, count):
         pairs = [socket.socketpair() for _ in range(count)]
-        self.receiver = GatherReceiver([here for here, _ in pairs])
+        self.kernel = Kernel()
+        epoll = SimpleNamespace(epoll=lambda: self.kernel, EPOLLIN=select.EPOLLIN)
+        with patch.object(gather, "select", epoll):
+            self.receiver = GatherReceiver([here for here, _ in pairs])
         self.ends = [there for _, there in pairs]
 
     def sender(self, index):
@@ -46,14 +78,13 @@ class Scene:
 
     def read(self):
         """The same of what is there now; None if the next iteration is not complete."""
-        receiver = self.receiver
-        with receiver._lock:
-            while not (complete := receiver._take()):
-                if not (ready := receiver._epoll.poll(0)):
-                    return None
-                for descriptor, _ in ready:
-                    receiver._read(descriptor)
-        return joined(complete)
+        self.kernel.sleeps = False
+        try:
+            return self.collect()
+        except WouldSleep:
+            return None
+        finally:
+            self.kernel.sleeps = True
 
     def close(self):
         self.receiver.close()

@@ -296,7 +296,8 @@ class Logits:
                 if not killed:
                     assert len(got) == 5
                     assert self.end[name] is ChannelClosed
-        self.owner._ring._memory.close()
+        self.sequencer.spawn("the owner's end", self.owner.close)
+        self.sequencer.run()
 
 
 TWO_RANKS = (Logits, 5)

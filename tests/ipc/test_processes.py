@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import select
 import signal
 import time
 
@@ -14,9 +15,10 @@ from sipipe.ipc.ring.dispatch import DispatchProducer
 from . import process
 
 
-def absent(producer):
-    """The readers that are declared and have not come yet."""
-    return list(producer._ring.readers(absent=True))
+def absent(children):
+    """Readers that are declared and have not come yet: each says so when it has."""
+    outputs = [child.stdout for child in children.values()]
+    return len(select.select(outputs, [], [], 0)[0]) < len(outputs)
 
 
 def stress(messages, kills, readers):
@@ -41,7 +43,7 @@ def stress(messages, kills, readers):
                 producer.remove_reader(name)
                 producer.add_reader(name)
                 children[name] = start(name, number)
-            if kill_at and number >= kill_at[0] and not absent(producer) and not dead:
+            if kill_at and number >= kill_at[0] and not absent(children) and not dead:
                 kill_at.pop(0)
                 dead.append((rng.choice(names), number + rng.randrange(50)))
                 killed.append(children[dead[0][0]])

@@ -11,6 +11,7 @@ import pytest
 
 from sipipe.ipc import starter
 from sipipe.ipc.starter import Tied, tied
+from sipipe.linux import pidfd_open
 
 
 class Importing:
@@ -79,10 +80,26 @@ def test_it_ends(method, target, argument):
         ours.close()
 
 
+@pytest.fixture
+def _nothing_left(monkeypatch):
+    """Close the descriptors of this process that are opened for its children; else it has them for life."""
+    descriptors = []
+
+    def opened(pid):
+        descriptors.append(pidfd_open(pid))
+        return descriptors[-1]
+
+    monkeypatch.setattr(starter, "pidfd_open", opened)
+    yield
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def _add(number):
     return number + 1
 
 
+@pytest.mark.usefixtures("_nothing_left")
 def test_a_function_is_tied_once_in_a_process_and_anew_in_its_forks():
     once = tied(_add)
     assert tied(once) is once
@@ -93,11 +110,10 @@ def test_a_function_is_tied_once_in_a_process_and_anew_in_its_forks():
     child.start()
     assert ours.recv()
     child.join()
-    os.close(once._starter)
 
 
+@pytest.mark.usefixtures("_nothing_left")
 def test_it_is_sent_to_processes_that_are_started_alone():
     once = tied(_add)
     with pytest.raises(AssertionError):
         pickle.dumps(once)
-    os.close(once._starter)

@@ -12,10 +12,14 @@ import torch
 from tests.ipc.link import nixl_stand_in, stand_in
 
 from sipipe.ipc.link import cuda_ipc, nixl_agent
+from sipipe.ipc.link.cuda_ipc import CudaIpcSending
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.ipc.link.nixl import NixlSending
 from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
+from sipipe.ipc.link.shm import ShmSending
+from sipipe.ipc.link.zeromq import ZeromqSending
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # seconds; of a machine at its worst
@@ -27,6 +31,13 @@ another's by now; on one address two test processes, which have the same secret,
 
 KINDS = ("shm", "cuda_ipc", "zeromq", "zeromq, not encrypted", "nixl", "nixl, by a stand-in")
 BETWEEN_HOSTS = ("zeromq", "nixl")
+SENDING: dict[str, type[ShmSending]] = {
+    "shm": ShmSending,
+    "cuda_ipc": CudaIpcSending,
+    "zeromq": ZeromqSending,
+    "nixl": NixlSending,
+}
+"""The sender's transport of each kind of link, for a test that watches it or has it fail."""
 
 
 @pytest.fixture(params=KINDS)

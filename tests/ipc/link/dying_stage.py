@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import torch
 from tests.ipc.link import stand_in
 
-from sipipe.ipc.link import shm
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.ipc.link.packets import PacketConnection
+from sipipe.ipc.link.shm import QUICK_BYTES
 
 
-def hidden(num_tokens, value):
-    states = torch.full((num_tokens, 16), float(value))
-    return {"hidden_states": states, "residual": torch.ones(num_tokens, 16)}
+def hidden(num_tokens, value, width=16):
+    states = torch.full((num_tokens, width), float(value))
+    return {"hidden_states": states, "residual": torch.ones(num_tokens, width)}
 
 
 def say(what="ready"):
@@ -54,23 +55,32 @@ class Stage:
     def dies_amid_the_copy(self):
         sender = self.send_one()
         say()
+        move = ctypes.memmove
 
         def half(to, start, nbytes):
-            ctypes.memmove(to, start, nbytes // 2)
+            move(to, start, nbytes // 2)
             die()
 
-        shm._move_holding_gil = half
+        ctypes.memmove = half
         stand_in.StandInDevice.copy = die
-        sender.send(1, 4, hidden(4, 1))
+        sender.send(1, 4, hidden(4, 1, width=QUICK_BYTES // 16))  # too large to be quick
+        sender.flush(60)
 
     def dies_after_the_copy(self):
         sender = self.send_one()
         say()
-        sender._transport._connection.send = die
+        PacketConnection.send = die
         sender.send(1, 4, hidden(4, 1))
 
     def dies_before_the_memory(self):
-        shm.ShmSending._make_room = stand_in.cuda_ipc.CudaIpcSending._make_room = die
+        send = PacketConnection.send
+
+        def send_or_die(connection, packet, descriptor=None):
+            if descriptor is not None:
+                die()
+            send(connection, packet)
+
+        PacketConnection.send = send_or_die
         self.send_one()
 
     def leaves_a_child_behind(self):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from tests.asleep import restless
-from tests.ipc.link.conftest import BETWEEN_HOSTS, BOUND, hidden
+from tests.ipc.link.conftest import BETWEEN_HOSTS, BOUND, SENDING, hidden
 
 from sipipe.ipc.link.packets import HEADER_BYTES, PacketConnection
 from sipipe.ipc.link.zeromq import Packets
@@ -52,13 +52,14 @@ def test_a_slow_next_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
 ):
     sender, receiver = link
     waits: list[float] = []
-    next_release = sender._transport.next_release
+    transport = SENDING[endpoint.kind]
+    next_release = transport.next_release
 
-    def count(timeout):
+    def count(self, timeout):
         waits.append(timeout)
-        return next_release(timeout)
+        return next_release(self, timeout)
 
-    monkeypatch.setattr(sender._transport, "next_release", count)
+    monkeypatch.setattr(transport, "next_release", count)
     sender.send(0, 4, hidden(4))
     receiver.take(0, 4, BOUND)
     for iteration in range(1, endpoint.depth):

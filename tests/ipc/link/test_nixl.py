@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from contextlib import closing
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from tests.ipc.link import nixl_stand_in
 from tests.ipc.link.conftest import BOUND, endpoint_of, free_port, hidden
 
 from sipipe.errors import ResourceError
+from sipipe.ipc.connection import Connection
 from sipipe.ipc.link import nixl_agent
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.nixl_agent import NixlAgent
-from sipipe.ipc.link.packets import HEADER_BYTES
+from sipipe.ipc.link.packets import HEADER_BYTES, Kind, unpack
 from sipipe.ipc.tcp import admit_only
 
 PATIENCE = 0.3  # seconds; a connection within loopback takes microseconds
@@ -23,6 +27,12 @@ PATIENCE = 0.3  # seconds; a connection within loopback takes microseconds
 @pytest.fixture(params=["nixl", "nixl, by a stand-in"])
 def endpoint(request, monkeypatch):
     return endpoint_of(request.param, monkeypatch)
+
+
+def listening_ports() -> set[int]:
+    """TCP ports on which this process listens."""
+    connections = psutil.Process().net_connections("tcp")
+    return {entry.laddr.port for entry in connections if entry.status == psutil.CONN_LISTEN}
 
 
 def comes_through(port: int, source: str) -> bool:
@@ -39,8 +49,9 @@ def comes_through(port: int, source: str) -> bool:
 def test_a_stranger_reaches_its_port_at_no_time(endpoint):
     with closing(open_receiver(endpoint, None)) as receiver:
         assert not comes_through(endpoint.data_port, "127.0.0.1")
+        ports = listening_ports()
         with closing(open_sender(endpoint, None)) as sender:
-            own = sender._transport._agent._listeners[0].getsockname()[1]
+            [own] = listening_ports() - ports  # the sender's NIXL listens, too
             assert not comes_through(own, "127.0.0.1")
             for iteration in range(3):
                 sender.send(iteration, 3, hidden(3, iteration))
@@ -61,49 +72,55 @@ def test_only_the_other_host_is_let_in_before_it_has_connected(endpoint):
 @pytest.mark.parametrize("accepted", [True, False])
 def test_who_came_before_the_port_was_shut_ends_the_trial(monkeypatch, accepted):
     """And not the engine: another transport takes its place."""
-    stranger = socket.socket()
     port = free_port()
+    knocks = (
+        "import socket, sys\n"
+        f"with socket.create_connection(('127.0.0.1', {port})):\n"
+        "    print('in', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
 
     class Late(nixl_stand_in.Agent):
         def create_backend(self, backend, parameters):
             super().create_backend(backend, parameters)
-            stranger.connect(("127.0.0.1", port))
+            # Another process, since an agent's own one connects to its port as well.
+            self.stranger = subprocess.Popen(
+                [sys.executable, "-S", "-c", knocks],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert self.stranger.stdout.readline() == b"in\n"
             self.accepted = self.listener.accept()[0] if accepted else None
 
         def __del__(self):
+            self.stranger.communicate()
             if self.accepted is not None:
                 self.accepted.close()
             super().__del__()
 
     library = SimpleNamespace(**vars(nixl_stand_in.LIBRARY) | {"nixl_agent": Late})
     monkeypatch.setattr(nixl_agent, "_load", lambda: library)
-    sockets = nixl_agent._tcp_sockets
-
-    def of_this_process():
-        for sock in sockets():
-            if sock.getsockname() == stranger.getsockname():
-                sock.close()  # another process's
-            else:
-                yield sock
-
-    monkeypatch.setattr(nixl_agent, "_tcp_sockets", of_this_process)
     monkeypatch.setattr(nixl_agent, "_ACCEPT_SECONDS", 0.01)
     who = "127.0.0.1" if accepted else "somebody"
-    with stranger, pytest.raises(ResourceError, match=f"{who} came to NIXL's port {port}"):
+    with pytest.raises(ResourceError, match=f"{who} came to NIXL's port {port}"):
         NixlAgent("b", "127.0.0.1", tcp=True, port=port)
 
 
 def test_one_packet_a_microbatch(endpoint, monkeypatch):
+    sent: list[int] = []
+    send = Connection.send
+
+    def count(self, packet):
+        kind = unpack(memoryview(packet)).kind
+        if kind in (Kind.SCHEMA, Kind.DATA):  # the rest is the receiver's
+            sent.append(len(packet))
+        send(self, packet)
+
+    monkeypatch.setattr(Connection, "send", count)
     with (
         closing(open_receiver(endpoint, None)) as receiver,
         closing(open_sender(endpoint, None)) as sender,
     ):
-        sent: list[int] = []
-        connection = sender._transport._connection
-        send = connection.send
-        monkeypatch.setattr(
-            connection, "send", lambda packet: (sent.append(len(packet)), send(packet))
-        )
         for iteration in range(12):
             width = 24 if iteration < 6 else 6000
             sender.send(iteration, 1 + iteration, hidden(1 + iteration, iteration, width))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from contextlib import closing
 
 import pytest
 import torch
 from benchmarks import ablation
-from tests.ipc.link.conftest import BETWEEN_HOSTS, BOUND, WIDTH, hidden
+from tests.ipc.link.conftest import BETWEEN_HOSTS, BOUND, SENDING, WIDTH, hidden
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import LinkClosedError, TransferMismatchError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.ipc.link.packets import Header, Kind, pack
 from sipipe.ipc.link.receiver import Receiver
+from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.sender import Sender
 
 
@@ -38,6 +40,20 @@ def test_tensors_that_are_not_contiguous(link):
 
 
 @pytest.fixture
+def announced(endpoint, monkeypatch) -> list[TensorSchema]:
+    """The schemas that the sender describes to the receiver, in order."""
+    schemas: list[TensorSchema] = []
+    announce = SENDING[endpoint.kind].announce
+
+    def count(transport, schema) -> None:
+        schemas.append(schema)
+        announce(transport, schema)
+
+    monkeypatch.setattr(SENDING[endpoint.kind], "announce", count)
+    return schemas
+
+
+@pytest.fixture
 def without_posting(monkeypatch):
     """The ablation's links, for a test."""
     monkeypatch.setattr(Sender, "send", Sender.send)
@@ -48,30 +64,41 @@ def without_posting(monkeypatch):
 
 @pytest.mark.parametrize("endpoint", ["shm", "zeromq"], indirect=True)
 @pytest.mark.usefixtures("without_posting")
-def test_without_posting_each_describes_itself(sender, receiver):
+def test_without_posting_each_describes_itself(sender, receiver, announced):
     """The tensors are the receiver's own, and come after a description of them every time."""
-    described, kept = [], []
-    announce = sender._transport.announce
-    sender._transport.announce = lambda schema: described.append(schema) or announce(schema)
+    kept = []
     for iteration, num_tokens in enumerate([5, 5, 64, 100, 1]):
         sent = hidden(num_tokens, iteration)
         sender.send(iteration, num_tokens, sent)
-        assert sender._completed == sender._submitted, "it has left"
+        sender.flush(0.0)  # it has left
         taken = receiver.take(iteration, num_tokens, BOUND)
         receiver.release(iteration)
         assert_equal(taken, sent)
         kept.append((taken, sent))
     for taken, sent in kept:
         assert_equal(taken, sent)  # nobody has written them again
-    assert len(described) == 5
+    assert len(announced) == 5
 
 
-def test_more_schemas_than_are_remembered(link):
-    """Forgotten ones are announced again; memory of them is bounded."""
-    for iteration in range(150):
-        exchange(link, iteration, 2, {f"key{iteration % 40}": torch.full((2, 3), iteration)})
-    assert len(link[0]._schemas) == 32
-    assert len(link[1]._transport._schemas) <= 64
+def test_more_schemas_than_are_remembered(link, announced, endpoint, monkeypatch):
+    """Forgotten ones are announced again; memory of them is bounded, the sender's and the receiver's."""
+    iterations = iter(range(1000))
+
+    def exchange_key(number: int) -> None:
+        iteration = next(iterations)
+        exchange(link, iteration, 2, {f"key{number}": torch.full((2, 3), iteration)})
+
+    for number in [*range(32), *range(32)]:
+        exchange_key(number)
+    assert len(announced) == 32, "32 are remembered"
+    for number in [*range(33), *range(33)]:
+        exchange_key(number)
+    assert len(announced) == 32 + 1 + 33, "the oldest is forgotten for each one more"
+    for number in range(33, 33 + 64):
+        exchange_key(number)
+    monkeypatch.setattr(SENDING[endpoint.kind], "announce", lambda transport, schema: None)
+    with pytest.raises(TransferMismatchError, match="was never announced"):
+        exchange_key(32)  # the receiver remembers 64
 
 
 def test_a_schema_that_is_announced_again_becomes_the_newest(link):
@@ -164,8 +191,18 @@ def test_misuse_names_what_is_wrong(link):
 LONG = 64 * 9 + 5  # tokens: ten pieces, three times as many as there are buffers
 
 
-def test_a_long_prompt_crosses_in_pieces_through_the_same_buffers(sender, receiver, endpoint):
+def test_a_long_prompt_crosses_in_pieces_through_the_same_buffers(
+    sender, receiver, endpoint, monkeypatch
+):
     """Posted at once, and taken whole; decodes before and behind it are as ever."""
+    frames: list[tuple[int, int]] = []
+    transmit = SENDING[endpoint.kind].transmit
+
+    def count(transport, header, *rest) -> None:
+        frames.append((header.iteration, header.num_tokens))
+        transmit(transport, header, *rest)
+
+    monkeypatch.setattr(SENDING[endpoint.kind], "transmit", count)
     assert endpoint.depth < LONG // endpoint.buffer_tokens
     for start in range(0, 9, 3):
         sizes = [3, LONG, 64] if start else [LONG, 65, 1]
@@ -176,7 +213,9 @@ def test_a_long_prompt_crosses_in_pieces_through_the_same_buffers(sender, receiv
             assert_equal(receiver.take(start + i, size, BOUND), sent[i])
             receiver.release(start + i)
     sender.flush(BOUND)
-    assert sender._submitted == 1 + 10 + 1 + 1 + 10 + 1 + 10 + 2 + 1, "frames"
+    pieces = {3: [3], 64: [64], 1: [1], 65: [64, 1], LONG: [64] * 9 + [5]}
+    sizes = [LONG, 65, 1, 3, LONG, 64, 3, LONG, 64]
+    assert frames == [(i, piece) for i, size in enumerate(sizes) for piece in pieces[size]]
 
 
 def test_pieces_of_tensors_that_are_not_rows_of_tokens(link):
@@ -279,16 +318,16 @@ def test_closing_an_end_ends_a_wait(link, closes, waits, words):
     closing.join()
 
 
-def test_closing_wakes_a_waiting_flush(sender, monkeypatch):
+def test_closing_wakes_a_waiting_flush(sender, endpoint, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
-    announce = sender._transport.announce
+    announce = SENDING[endpoint.kind].announce
 
-    def late(schema) -> None:
+    def late(transport, schema) -> None:
         begun.set()
         go_on.wait(BOUND)
-        announce(schema)
+        announce(transport, schema)
 
-    monkeypatch.setattr(sender._transport, "announce", late)
+    monkeypatch.setattr(SENDING[endpoint.kind], "announce", late)
     sender.send(0, 1, hidden(1))
     begun.wait(BOUND)
     closing = threading.Thread(target=sender.close, args=(0.01,))
@@ -300,37 +339,42 @@ def test_closing_wakes_a_waiting_flush(sender, monkeypatch):
     assert not closing.is_alive()
 
 
-def test_an_error_of_the_thread_is_raised_by_the_next_call(sender, monkeypatch):
+def test_an_error_of_the_thread_is_raised_by_the_next_call(endpoint, pair, monkeypatch):
+    """And told to the worker, which may make no call for long."""
 
-    def fails(schema) -> None:
+    def fails(transport, schema) -> None:
         raise MemoryError("none left")
 
-    told = []
-    monkeypatch.setattr(sender, "_lost", told.append)
-    monkeypatch.setattr(sender._transport, "announce", fails)
-    sender.send(0, 1, hidden(1))
-    with pytest.raises(MemoryError, match="none left"):
-        sender.flush(BOUND)
-    sender._thread.join(BOUND)
-    assert [str(error) for error in told] == ["none left"]
-    with pytest.raises(MemoryError, match="none left"):
-        sender.send(1, 1, hidden(1))
+    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    monkeypatch.setattr(SENDING[endpoint.kind], "announce", fails)
+    with (
+        closing(open_receiver(endpoint, pair[1])),
+        closing(open_sender(endpoint, pair[0], errors.put)) as sender,
+    ):
+        sender.send(0, 1, hidden(1))
+        with pytest.raises(MemoryError, match="none left"):
+            sender.flush(BOUND)
+        assert str(errors.get(timeout=BOUND)) == "none left"
+        with pytest.raises(MemoryError, match="none left"):
+            sender.send(1, 1, hidden(1))
+    assert errors.empty()
 
 
-def test_an_error_of_the_thread_ends_a_waiting_send(sender, monkeypatch):
+def test_an_error_of_the_thread_ends_a_waiting_send(sender, endpoint, monkeypatch):
     waits = threading.Event()
-    next_release = sender._transport.next_release
+    transport = SENDING[endpoint.kind]
+    next_release = transport.next_release
 
-    def fails(schema) -> None:
+    def fails(self, schema) -> None:
         waits.wait(BOUND)
         raise MemoryError("none left")
 
-    def wait(timeout: float):
+    def wait(self, timeout: float):
         waits.set()
-        return next_release(timeout)
+        return next_release(self, timeout)
 
-    monkeypatch.setattr(sender._transport, "announce", fails)
-    monkeypatch.setattr(sender._transport, "next_release", wait)
+    monkeypatch.setattr(transport, "announce", fails)
+    monkeypatch.setattr(transport, "next_release", wait)
     for iteration in range(3):
         sender.send(iteration, 1, hidden(1))
     with pytest.raises(MemoryError, match="none left"):
@@ -346,12 +390,11 @@ def test_closing_before_the_other_side_is_open(endpoint, pair):
     open_receiver(endpoint, pair[1]).close()
 
 
-def test_a_schema_that_was_never_announced_is_an_error(link, endpoint):
+def test_a_schema_that_was_never_announced_is_an_error(link, endpoint, monkeypatch):
     sender, receiver = link
     exchange(link, 0, 3, hidden(3))
-    header = Header(Kind.DATA, 1, 1, 3, fingerprint=99)
-    behind_it = [bytes(3 * WIDTH * 2)] * 2 if endpoint.kind == "zeromq" else []
-    sender._transport._connection.send(pack(header), *behind_it)
+    monkeypatch.setattr(SENDING[endpoint.kind], "announce", lambda transport, schema: None)
+    sender.send(1, 3, {f"another {key}": tensor for key, tensor in hidden(3).items()})
     message = r"stage0-1\.r0.*iteration 1 has a tensor schema that was never announced"
     with pytest.raises(TransferMismatchError, match=message):
         receiver.take(1, 3, BOUND)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import threading
+import weakref
 from contextlib import closing
 
 import pytest
@@ -11,6 +14,7 @@ from tests.ipc.link.conftest import BOUND, KINDS, endpoint_of, hidden
 
 from sipipe.errors import ResourceError
 from sipipe.ipc.link import trial
+from sipipe.ipc.link.endpoint import open_receiver
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.link.trial import Pattern, TriedReceiver, TriedSender
 from sipipe.messages.link import LinkTrial
@@ -117,7 +121,7 @@ def test_a_refusal_is_the_report_of_who_was_refused(on_host, monkeypatch):
 
 def test_an_end_that_hangs_is_left_as_it_is(on_host, monkeypatch):
     """By whom it waits for nobody hears: its thread is in something that does not come back."""
-    released = trial.threading.Event()
+    released = threading.Event()
     monkeypatch.setattr(trial, "compare", lambda *_: released.wait(BOUND))
     closed = []
     monkeypatch.setattr(trial.Receiver, "close", lambda _: closed.append("receiver"))
@@ -129,23 +133,35 @@ def test_an_end_that_hangs_is_left_as_it_is(on_host, monkeypatch):
     ends.sender.leave()
     ends.receiver.close()
     assert not closed
-    assert ends.receiver in trial._left
-    trial._left.clear()
     monkeypatch.undo()
     released.set()
-    ends.receiver._reported.wait(BOUND)
-    ends.sender._reported.wait(BOUND)
-    ends.close()
+    for thread in threading.enumerate():
+        if thread.name == f"sipipe-trial-{on_host.name}":
+            thread.join(BOUND)
     assert not ends.lost
+    hung = weakref.ref(ends.receiver.take())
+    ends.close()
+    del ends
+    gc.collect()
+    assert hung() is not None, "its memory would be freed, under copies that hang"
+    hung().close()
 
 
-def test_a_link_that_is_lost_between_trial_and_use_is_told_when_it_is_used(on_host):
+def test_a_link_that_is_lost_between_trial_and_use_is_told_when_it_is_used(on_host, monkeypatch):
+    losses = []
+
+    def open_and_listen(endpoint, sock, lost):
+        losses.append(lost)
+        return open_receiver(endpoint, sock, lost)
+
+    monkeypatch.setattr(trial, "open_receiver", open_and_listen)
     with closing(Ends(on_host)) as ends:
         assert not any(report.failure for report in ends.reports())
+        [lose] = losses
         error = ResourceError("gone")
-        ends.receiver._hear(error)
+        lose(error)
         assert not ends.lost
         with closing(ends.receiver.take()), closing(ends.sender.take()):
             assert ends.lost == [error]
-            ends.receiver._hear(error)
+            lose(error)
             assert ends.lost == [error, error]

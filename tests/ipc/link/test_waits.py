@@ -25,12 +25,12 @@ def pair():
     ours, theirs = sockets()
     connection = packets.PacketConnection(ours, "the peer")
     with closing(theirs), closing(connection):
-        yield connection, theirs
+        yield connection, theirs, ours
 
 
-def test_time_in_which_this_process_was_stopped_counts_as_one_slice(pair):
+def test_time_in_which_this_process_was_stopped_counts_as_one_slice(monkeypatch):
     """The kernel ends a sleep that has been stopped beyond its end, before the peer has run."""
-    connection, theirs = pair
+    ours, theirs = sockets()
     slept = []
 
     def poll(milliseconds):
@@ -39,18 +39,20 @@ def test_time_in_which_this_process_was_stopped_counts_as_one_slice(pair):
             theirs.send(b"late")
         return []
 
-    connection._poll = SimpleNamespace(poll=poll)
-    packet = bytearray(8)
-    assert connection.receive(packet, 12.0) == 4
+    kernel = SimpleNamespace(poll=poll, register=lambda *_: None)
+    monkeypatch.setattr(packets.select, "poll", lambda: kernel)
+    with theirs, closing(packets.PacketConnection(ours, "the peer")) as connection:
+        monkeypatch.undo()
+        assert connection.receive(bytearray(8), 12.0) == 4
     assert slept == [5000, 5000, 2000]
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.05])
 def test_nothing_and_the_end(pair, timeout):
-    connection, theirs = pair
+    connection, theirs, ours = pair
     assert connection.receive(bytearray(8), timeout) is None
     theirs.close()
-    assert select.select([connection._sock], [], [], 1)[0]
+    assert select.select([ours], [], [], 1)[0]
     with pytest.raises(PeerDiedError):
         connection.receive(bytearray(8), timeout)
 
