@@ -128,14 +128,15 @@ class Stages:
             ends[sender + 1].append(((sender, sender + 1), theirs))
         self.opening = OpenChannels(logits=self.channel.endpoint)
         self.reported, self.failed, self.loops, self.runners = [], [], [], []
-        groups = []
+        self.boots, self.groups = [], []
         for index, links in enumerate(ends):
             place = place_of(index, stages)
             group = PipelineStandIn(place)
+            boot = boot_of(place, links=tuple(pair for pair, _ in links), **settings)
             with patch.object(parallel_state, "_PP", group):
                 runner = Runner(place, CONFIG, BLOCK, state=state)
                 around = Surroundings(
-                    boot=boot_of(place, links=tuple(pair for pair, _ in links), **settings),
+                    boot=boot,
                     wrapper=Worker(group, runner),
                     report=self.reported.append,
                     recorder=SimpleNamespace(record=lambda *_, **__: None),
@@ -144,9 +145,10 @@ class Stages:
                 loop = LoadedStage(around, [sock for _, sock in links])
             self.runners.append(runner)
             self.loops.append(loop)
-            groups.append(group)
+            self.boots.append(boot)
+            self.groups.append(group)
         try_links(self.loops)
-        for loop, group in zip(self.loops, groups, strict=True):
+        for loop, group in zip(self.loops, self.groups, strict=True):
             with (
                 patch.object(parallel_state, "_PP", group),
                 patch.object(loaded_stage, "SampledStage", stage),

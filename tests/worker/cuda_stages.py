@@ -13,12 +13,14 @@ the engine may: once iteration i has been heard of. Control calls come between i
 
 from __future__ import annotations
 
+import queue
 import random
 import socket
 import threading
 import traceback
 from collections import deque
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -35,6 +37,8 @@ from vllm.v1.worker.gpu.sample import gumbel
 from sipipe.ipc.link import host_copies, zeromq
 from sipipe.ipc.link import sender as sender_module
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.ipc.link.shm import ShmReceiving, ShmSending
+from sipipe.ipc.ring.ends import RingWriter
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.calls import OpenChannels
 from sipipe.messages.header import Header, Kind
@@ -44,15 +48,18 @@ from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.step import int32_bytes
 from sipipe.observe.format import Header as TraceHeader
 from sipipe.observe.recorder import open_recorder
+from sipipe.worker import device as device_module
+from sipipe.worker import double_buffer, late_input, loaded_stage
 from sipipe.worker.hooks.vllm_workers import GPUStageWorker
 from sipipe.worker.hooks.world import PipelineStandIn
+from sipipe.worker.links import Links
 from sipipe.worker.loaded_stage import LoadedStage
 from sipipe.worker.projection.projection import KEY
-from sipipe.worker.projection.thread import ProjectionThread
+from sipipe.worker.publisher import Publisher
 from sipipe.worker.sampled_stage import Surroundings
 
 from .emulated_cuda import SteppedQueue
-from .emulated_tensors import Factories
+from .emulated_tensors import Factories, FactoriesThread
 from .integer_runner import (
     BLOCK,
     HEAD,
@@ -108,6 +115,57 @@ class Request:
         return new
 
 
+class Worker(GPUStageWorker):
+    """vLLM's worker of a stage, with no more than its step needs."""
+
+    def __init__(self, place, runner):
+        self.model_runner = runner
+        self.place = place
+        self.draws = True
+        self.use_v2_model_runner = True
+        self.profiler = None
+        self._pp_send_work = []
+        parallel = SimpleNamespace(distributed_executor_backend=object())
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+
+
+class DeviceTurns:
+    """A stage's device thread, turn by turn in the test's own thread.
+
+    In a worker it is the loop of ``DoubleBuffer.run``, which ends with the worker alone. The rig has to
+    know before a turn whether that would sleep, since one thread is the device thread of all stages."""
+
+    def __init__(self, buffer):
+        self._buffer = buffer
+
+    def calls(self):
+        """Whether the next turn is a call."""
+        return bool(self._buffer._calls)  # noqa: SLF001
+
+    def may_run(self):
+        """Whether an iteration is prepared."""
+        return self._buffer._turns.may_read  # noqa: SLF001
+
+    def take(self):
+        self._buffer._run_one()  # noqa: SLF001
+
+
+def send_at_once(sender):
+    """Have what ``sender`` sends leave at once, and not by a thread that runs as it likes.
+
+    That thread's frames are put into the calling one, which is the stage's device thread. Rejected: an
+    actor, as links by host memory have. It would be one more who can be late, and hide others' faults."""
+    sender.flush()
+
+    def transmit(job):
+        sender._transmit(job)  # noqa: SLF001
+        sender._completed += 1  # noqa: SLF001
+
+    end = sender._jobs.put  # noqa: SLF001
+    jobs = SimpleNamespace(put=lambda job: end(None) if job is None else transmit(job))
+    sender._jobs = jobs  # noqa: SLF001
+
+
 class Preparing:
     """The preparing thread of a stage: an actor."""
 
@@ -115,8 +173,6 @@ class Preparing:
         self.rig, self.loop = rig, loop
         self.queue = SteppedQueue()
         self.actor = self.queue.actor
-        buffer = loop.double_buffer
-        buffer._finished = SteppedCondition(rig, buffer._lock)
         self.thread = threading.Thread(target=self.run, name="SiPipePreparing")
         self.thread.start()
 
@@ -192,17 +248,27 @@ class OpenedEnds:
 
     def __init__(self, links, heads, sockets, fail):
         self.links, self.heads, self.sockets, self.fail = links, heads, sockets, fail
+        self.senders, self.receivers = [], []
 
     def take_sender(self, receiver):
         link = self.links[0] if receiver else self.heads[0]
-        return link, open_sender(link, None if link.port else self.sockets.pop(0), self.fail)
+        sock = None if link.port else self.sockets.pop(0)
+        self.senders.append(open_sender(link, sock, self.fail))
+        return link, self.senders[-1]
 
     def take_receiver(self, sender):
         link = self.heads[0] if sender else self.links[0]
-        return link, open_receiver(link, None if link.port else self.sockets.pop(0), self.fail)
+        sock = None if link.port else self.sockets.pop(0)
+        self.receivers.append(open_receiver(link, sock, self.fail))
+        return link, self.receivers[-1]
 
     def close(self):
         pass
+
+
+def threads(**names):
+    """The module ``threading`` with these names in it."""
+    return SimpleNamespace(**vars(threading) | names)
 
 
 class Rig:
@@ -226,6 +292,15 @@ class Rig:
         if self.by_host:
             for module in (sender_module, host_copies):
                 monkeypatch.setattr(module, "queue", SimpleNamespace(SimpleQueue=SteppedQueue))
+            self.wait_for_links()
+        condition = partial(SteppedCondition, self)
+        monkeypatch.setattr(double_buffer, "threading", threads(Condition=condition))
+        # The projection's thread multiplies on a device, and makes tensors there.
+        stepped = threads(Condition=condition, Thread=FactoriesThread)
+        monkeypatch.setattr(device_module, "threading", stepped)
+        self.last_marks = {}
+        """The mark behind the last iteration that each stage has launched."""
+        monkeypatch.setattr(Publisher, "put", self.note_mark(Publisher.put))
         monkeypatch.setattr(zeromq, "Connection", Wire)
         monkeypatch.setattr(Wire, "ends", Wire.ends.copy())
         self.choose = choose = random.Random(seed)
@@ -272,15 +347,9 @@ class Rig:
         self.products = deque()
         """Iterations that the projection thread has not begun."""
         self.actors = {}
-        do = ProjectionThread._do
-
-        def with_factories(thread, launched):
-            with Factories():
-                do(thread, launched)
-
-        monkeypatch.setattr(ProjectionThread, "_do", with_factories)
         self.outputs = []
         self.groups, self.loops, self.preparing = [], [], []
+        self.ends, self.turns = [], []
         for stage in range(2):
             place = StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=1)
             self.groups.append(PipelineStandIn(place))
@@ -289,12 +358,7 @@ class Rig:
 
     def open(self, place, links, heads, sockets, bounds, graphs):
         stage, known = place.stage, len(self.machine.actors)
-        worker = GPUStageWorker.__new__(GPUStageWorker)
-        worker.model_runner = Runner(place, self.asked, graphs=graphs)
-        worker.place, worker.draws, worker.use_v2_model_runner = place, True, True
-        worker.profiler, worker._pp_send_work = None, []
-        parallel = SimpleNamespace(distributed_executor_backend=object())
-        worker.vllm_config = SimpleNamespace(parallel_config=parallel)
+        worker = Worker(place, Runner(place, self.asked, graphs=graphs))
         around = Surroundings(
             boot=SimpleNamespace(
                 place=place,
@@ -318,23 +382,24 @@ class Rig:
             recorder=open_recorder(None, TraceHeader(role="stage")),
             fail=self.failed,
         )
-        loop = LoadedStage(around, [])
-        loop._ends = OpenedEnds(links, heads, sockets, self.failed)
+        ends = OpenedEnds(links, heads, sockets, self.failed)
+        with patch.object(loaded_stage, "LinkEnds", lambda *_: ends):
+            loop = LoadedStage(around, [])
+        self.ends.append(ends)
         self.loops.append(loop)
         if self.shared:
             start, stop = bounds[stage : stage + 2]
             loop.sharing.shard = Columns(start, stop, worker.model_runner.device)
             loop.sharing.writer = stage
-        loop.open(OpenChannels(logits=self.channel.endpoint))
-        loop.running._publisher._progress = SteppedCondition(self)
-        loop.running._late._inputs = SteppedTokens(self, stage)
-        if self.shared and not stage:
-            loop.running._projection._progress = SteppedCondition(self)
+        tokens = partial(SteppedTokens, self, stage)
+        queues = SimpleNamespace(SimpleQueue=tokens, Empty=queue.Empty)
+        with patch.object(late_input, "queue", queues):
+            loop.open(OpenChannels(logits=self.channel.endpoint))
+        self.turns.append(DeviceTurns(loop.double_buffer))
         self.preparing.append(Preparing(self, loop))
         names = [f"head {stage}"] if self.shared and stage == 0 else []
         if self.by_host:
             names = ["arrive 1"] if stage else ["send 0"]
-            self.open_by_host(loop._links)
         names += [f"publish {stage}", f"prepare {stage}"]
         for name, actor in zip(names, self.machine.actors[known:], strict=True):
             assert actor.back.acquire(timeout=60)
@@ -352,34 +417,41 @@ class Rig:
             yield
         self.machine.device = before
 
-    def open_by_host(self, links):
-        """The link's ends wait for one another by giving their turn away."""
+    def wait_for_links(self):
+        """Have the ends of a link by host memory wait for one another by giving their turn away."""
 
         def patient(look):
-            def wait(timeout):
+            def wait(transport, timeout):
                 for _ in range(10_000):
-                    if (news := look(0.0)) is not None or not timeout:
+                    if (news := look(transport, 0.0)) is not None or not timeout:
                         return news
                     self.give_way(runs=False)
                 return None
 
             return wait
 
-        if links._place.is_last:
-            transport = links._receiver._transport
-            transport.receive = patient(transport.receive)
-            return
-        sender = links._sender
-        sender._transport.next_release = patient(sender._transport.next_release)
-        sender._progress = progress = SteppedProgress(self)
-        flush = links.flush
+        patch_name = self.monkeypatch.setattr
+        patch_name(ShmReceiving, "receive", patient(ShmReceiving.receive))
+        patch_name(ShmSending, "next_release", patient(ShmSending.next_release))
+        progress = SteppedProgress(self)  # of the one sender
+        patch_name(sender_module, "threading", threads(Condition=lambda: progress))
+        flush = Links.flush
 
-        def drain():
+        def drain(links):
             progress.draining = True
-            flush()
+            flush(links)
             progress.draining = False
 
-        links.flush = drain
+        patch_name(Links, "flush", drain)
+
+    def note_mark(self, put):
+        """A publisher's ``put`` that notes the mark behind an iteration."""
+
+        def note(publisher, launched):
+            self.last_marks[self.machine.device] = launched.last
+            put(publisher, launched)
+
+        return note
 
     def reported(self, report):
         """Stands for the engine, which hears of an iteration from the last stage's publisher."""
@@ -502,26 +574,26 @@ class Rig:
         """A call: every iteration before it has run on the device, and is told."""
 
         def call():
-            there = self.loops[stage].running
             if self.launched[stage] != dispatched:
                 self.wrong.append("a call ran before an iteration")
-            if not self.machine.reached(there._launched.last.place):
+            if not self.machine.reached(self.last_marks[stage].place):
                 self.wrong.append("a call ran beside an iteration")
-            if there._publisher._done != dispatched:
+            publisher = self.actors[f"publish {stage}"]
+            if not publisher.idle or not publisher.items.empty():
                 self.wrong.append("a call ran before an iteration was handed on")
 
         return call
 
     def run_one(self, stage):
         """A turn of the device thread of ``stage``."""
-        buffer = self.loops[stage].double_buffer
-        iterates = not buffer._calls
+        turns = self.turns[stage]
+        iterates = not turns.calls()
         if iterates and not stage and self.waits_rows(self.launched[0]):
             self.products.append(self.launched[0])
         self.launched[stage] += iterates
         self.running.add(stage)
         with self.on(stage):
-            buffer._run_one()
+            turns.take()
         self.running.remove(stage)
 
     def waits_rows(self, iteration):
@@ -554,13 +626,12 @@ class Rig:
         """Device threads that can go on."""
         found, (first, last) = {}, self.launched
         first -= 0 in self.awaiting  # what it sends is still to come
-        for stage, loop in enumerate(self.loops):
-            buffer = loop.double_buffer
+        for stage, turns in enumerate(self.turns):
             if any(stage <= other for other in self.running):
                 continue  # what it waits for may be the other's, which is this very thread
-            if buffer._calls:
+            if turns.calls():
                 found[f"run {stage}"] = lambda stage=stage: self.run_one(stage)
-            if not buffer._turns.may_read:
+            if not turns.may_run():
                 continue
             # Else the sender waits for a buffer, or the receiver, in the thread that is all stages'.
             room = sum(map(pieces, self.outputs[last : first + 1])) <= self.depth
@@ -592,14 +663,13 @@ class Rig:
 
     def run(self, iterations):
         """Returns what went wrong; nothing: the schedule went well."""
-        for place, loop in enumerate(self.loops[-len(self.committed) :]):
-            real = loop._logits._ring
+        publish = RingWriter.publish
 
-            def count(header, place=place, publish=real.publish):
-                publish(header)
-                self.committed[place] += 1
+        def count(writer, header):
+            publish(writer, header)
+            self.committed[writer.rank] += 1
 
-            self.monkeypatch.setattr(real, "publish", count)
+        self.monkeypatch.setattr(RingWriter, "publish", count)
         # The first frame brings the link's memory, by a thread of the link.
         if self.shared:
             self.open_head()
@@ -617,11 +687,11 @@ class Rig:
     def go(self, iterations):
         self.dispatch()
         for stage in range(2):
-            while not self.loops[stage].double_buffer._turns.may_read:
+            while not self.turns[stage].may_run():
                 self.actors[f"prepare {stage}"].let()
             self.run_one(stage)
         if not self.by_host:
-            self.sends_at_once(self.loops[0]._links._sender)
+            send_at_once(self.ends[0].senders[0])
         self.machine.waits.clear()
         self.machine.calm = False
         self.iterations = iterations
@@ -647,28 +717,17 @@ class Rig:
             self.drawn += 1
             self.draw()
 
-    def sends_at_once(self, sender):
-        """What ``sender`` sends leaves at once, and not by a thread that runs as it likes."""
-        sender.flush()
-
-        def transmit(job):
-            sender._transmit(job)
-            sender._completed += 1
-
-        end = sender._jobs.put
-        sender._jobs = SimpleNamespace(put=lambda job: end(None) if job is None else transmit(job))
-
     def open_head(self):
         """As the first frame of the link does, which brings its memory."""
-        [sender] = self.loops[1].running._projection._senders
-        receiver = self.loops[0].running._projection._receiver
+        [sender] = self.ends[1].senders
+        [receiver] = self.ends[0].receivers
         with self.on(1):
             sender.send(0, 1, {KEY: torch.zeros(1, HIDDEN, device="cuda:1")})
         with self.on(0):
             receiver.take(0, 1)
             receiver.release(0)
-        self.sends_at_once(sender)
-        sender._last_iteration = -1
+        send_at_once(sender)
+        sender.wait_released()  # iterations begin with 0 again
 
     def close(self):
         self.machine.calm = True

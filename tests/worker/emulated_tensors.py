@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import inspect
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -40,7 +41,9 @@ _FACTORIES = {
     torch.arange,
     torch.tensor,
 }
-_COPIES = {aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.to.dtype}
+# The name is torch's, and has no underscore-free twin.
+_to_copy = aten._to_copy.default  # noqa: SLF001
+_COPIES = {_to_copy, aten.to.dtype_layout, aten.to.device, aten.to.dtype}
 
 
 class DeviceTensor(torch.Tensor):
@@ -57,7 +60,8 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: torch.Tensor, block: Any, index: int) -> DeviceTensor:
         with torch.inference_mode(False):  # views are taken inside and outside of it
-            found = torch.Tensor._make_wrapper_subclass(
+            # torch's documented door for tensors of another's, in spite of its name
+            found = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
                 cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device="meta"
             )
         found.memory, found.block, found.index = memory, block, index
@@ -137,7 +141,8 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():
             machine.wait(HOST_TENSOR, (machine.stream_of(first.index), 0))
-    if func._schema.is_mutable:
+    # torch says nowhere else whether an operator writes to its arguments
+    if func._schema.is_mutable:  # noqa: SLF001
         machine.launch(lambda: func(*there, **names), first.index)
         return args[0]
     shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (there, names))
@@ -187,6 +192,21 @@ class Factories(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class FactoriesThread(threading.Thread):
+    """A thread of the code under test, in which :class:`Factories` is entered: torch's modes are of one
+    thread."""
+
+    def run(self) -> None:
+        with Factories():
+            super().run()
+
+
+def pointed(reference: Any) -> Any:
+    """What ``ctypes.byref`` refers to."""
+    # A real driver finds it by its address; ctypes has no other way for Python.
+    return reference._obj  # noqa: SLF001
+
+
 class CopiedMatrix(ctypes.Structure):
     """``CUDA_MEMCPY2D`` as ``cuda.h`` has it."""
 
@@ -220,7 +240,7 @@ class Driver:
         poison(memory)
         tensor = DeviceTensor(memory, None, Machine.current.device)
         self.memory[memory.data_ptr()] = tensor
-        address._obj.value = memory.data_ptr()
+        pointed(address).value = memory.data_ptr()
         return 0
 
     def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:
@@ -228,7 +248,7 @@ class Driver:
         return 0
 
     def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, _: Any) -> int:
-        address._obj.value = int.from_bytes(bytes(handle)[:8], "little")
+        pointed(address).value = int.from_bytes(bytes(handle)[:8], "little")
         return 0
 
     def cuMemcpyAsync(self, to: Any, source: Any, nbytes: Any, stream: Any) -> int:
@@ -240,7 +260,7 @@ class Driver:
 
     def cuMemcpy2DAsync_v2(self, matrices: Any, stream: Any) -> int:
         machine = Machine.current
-        of = CopiedMatrix.from_buffer(matrices._obj)
+        of = CopiedMatrix.from_buffer(pointed(matrices))
         assert (of.source_type, of.target_type) == (2, 1), "from a device to the host"
 
         def copy() -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.worker.arithmetic_stages import Requests, Stages
-from tests.worker.test_main import call, iteration
+from tests.worker.test_main import LoadedMain, call, iteration
 
 from sipipe.ipc.parent import Parent
 from sipipe.worker import main as worker_main
@@ -48,18 +48,17 @@ def main():
     }[doing]
     stages = Stages(2, threads=False)
     loop = stages.loops[1]
+    wrapper = SimpleNamespace(hang=lambda: time.sleep(600))
 
-    class Main(worker_main.Main):
-        def load(self):
-            self._wrapper = SimpleNamespace(hang=lambda: time.sleep(600), shutdown=lambda: None)
-            self._loop, self._call = loop, ""
-            threading.Thread(target=self._tell, daemon=True).start()
-            return loop
+    def tell():
+        while f"(device thread) {doing}" not in loop.doing():
+            time.sleep(0.01)
+        said.write_text(loop.doing())
 
-        def _tell(self):
-            while f"(device thread) {doing}" not in loop.doing():
-                time.sleep(0.01)
-            said.write_text(loop.doing())
+    class Main(LoadedMain):
+        def __init__(self, boot, parent, _):
+            super().__init__(boot, parent, loop, wrapper)
+            threading.Thread(target=tell, daemon=True).start()
 
         def close(self):
             super().close()
@@ -69,7 +68,7 @@ def main():
     worker_main.Main = Main
     worker_main.DispatchReader = lambda *_: Reader(messages)
     # What it cleans up for a dead engine cannot be removed: that keeps no process.
-    boot = dataclasses.replace(loop._around.boot, distributed_init_method="file:///")
+    boot = dataclasses.replace(stages.boots[1], distributed_init_method="file:///")
     worker_main.worker_main(boot, parent, [])
 
 

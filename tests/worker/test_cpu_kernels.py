@@ -177,8 +177,11 @@ def test_drawn_tokens_are_taken_over(batch, before):
         )
         input_batch.post_update_num_computed_tokens(batch.index, states[0], batch.starts)
         accepted = torch.full((ROWS,), -7, dtype=torch.int32)
-        mamba_hybrid._scatter_num_accepted_kernel[(batch.count,)](masked, counts, accepted)
-        mamba_hybrid._fill_num_accepted_kernel[(1,)](batch.index[:1], accepted, 3)
+        # The kernels by their names in vLLM, which `both` replaces.
+        scatter = mamba_hybrid._scatter_num_accepted_kernel  # noqa: SLF001
+        scatter[(batch.count,)](masked, counts, accepted)
+        fill = mamba_hybrid._fill_num_accepted_kernel  # noqa: SLF001
+        fill[(1,)](batch.index[:1], accepted, 3)
         return *states, known, total, accepted
 
     both(update)
@@ -301,20 +304,25 @@ def test_recurrent_states_come_along_to_another_block(batch, seed):
     both(migrate)
 
 
-def test_blocks_are_zeroed():
-    def zero():
-        memory = [torch.ones(6, 8, dtype=torch.int32) for _ in range(2)]
-        zeroer = object.__new__(utils.KVBlockZeroer)
-        zeroer.device = CPU
-        zeroer._meta = (
-            torch.tensor([one.data_ptr() for one in memory], dtype=torch.uint64),
+class Zeroer(utils.KVBlockZeroer):
+    """vLLM's, with the tables of two tensors in place of those of a model's layers."""
+
+    def __init__(self, memory):
+        self.device = CPU
+        self._meta = (
+            torch.tensor([tensor.data_ptr() for tensor in memory], dtype=torch.uint64),
             torch.tensor([8, 16]),
             torch.tensor([8, 5]),
             1,
             8,
             2,
         )
-        zeroer.zero_block_ids([0, 2])
+
+
+def test_blocks_are_zeroed():
+    def zero():
+        memory = [torch.ones(6, 8, dtype=torch.int32) for _ in range(2)]
+        Zeroer(memory).zero_block_ids([0, 2])
         return memory
 
     both(zero)

@@ -171,12 +171,32 @@ def test_the_head_runs_on_every_token_once_beside_the_one_that_follows(requests,
     assert seen == expected
 
 
+def ask(drafter, iteration, tokens, number=1):
+    """Ask for drafts behind ``tokens``, of which each is the only one that was drawn of its request."""
+    drafter.propose(
+        DraftRequest(
+            number=number,
+            iteration=iteration,
+            steps=STEPS,
+            drawn=int32_bytes([1] * len(tokens)),
+            last=int32_bytes(tokens),
+        )
+    )
+
+
 def test_hidden_states_of_prompts_are_not_kept():
-    inputs, source, state, tables, _ = prepared([(9, 3, 2, 4), (0, 90, 0, 90), (0, 100, 0, 110)])
-    made, _ = stage(source, state, tables, Head())
+    inputs, source, state, tables, drawn = prepared(
+        [(9, 3, 2, 4), (0, 90, 0, 90), (0, 100, 0, 110)]
+    )
+    head = Head()
+    made, _ = stage(source, state, tables, head)
     made.keep(inputs)
-    (kept,) = made._kept.values()
-    assert len(kept.part.hidden) == 1 + 3
+    head.ran.clear()  # over the prompts
+    ask(made, 0, [5] * len(drawn))
+    [proposed] = head.ran
+    assert len(proposed.hidden) == 1 + 3
+    memory = proposed.hidden.untyped_storage()
+    assert memory.nbytes() == proposed.hidden.nbytes, "no view of the whole pass"
 
 
 def test_who_is_not_there_any_more_is_written_nowhere():
@@ -198,11 +218,14 @@ def test_who_is_not_there_any_more_is_written_nowhere():
 
 def test_what_nobody_asks_for_is_let_go():
     inputs, source, state, tables, _ = prepared([(9, 1, 0, 4)])
-    made, _ = stage(source, state, tables, Head())
+    made, answers = stage(source, state, tables, Head())
     for iteration in range(10):
         inputs.iteration = iteration
         made.keep(inputs)
-        assert len(made._kept) <= SLOTS
+    for iteration in range(10):
+        ask(made, iteration, [5])
+    kept = [answer.iteration for answer in answers if answer.drafts]
+    assert kept == [*range(10)][-SLOTS:]
 
 
 def test_a_head_that_fails_is_answered_for():

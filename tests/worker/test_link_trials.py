@@ -9,14 +9,13 @@ import ctypes
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.ipc.link.wire import Wire
 from tests.worker.emulated_cuda import Event, Stream
-from tests.worker.emulated_tensors import Driver, Factories, install
+from tests.worker.emulated_tensors import Driver, Factories, FactoriesThread, install, pointed
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import link_opener
@@ -24,6 +23,7 @@ from sipipe.engine.link_opener import LinkOpener
 from sipipe.errors import UnsupportedError
 from sipipe.ipc.link import trial, zeromq
 from sipipe.ipc.link.cuda_device import gpu_name
+from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.messages.link import LinkEndpoint, LinkTrial, transports
 from sipipe.messages.stage_place import StagePlace
@@ -115,14 +115,8 @@ class Pipeline:
 def pipeline(monkeypatch):
     """Makes a pipeline of so many emulated GPUs; what it has is closed in the end."""
     made = []
-    on_gpu = trial._on_gpu
-
-    @contextmanager
-    def with_factories(index):
-        with Factories(), on_gpu(index):
-            yield
-
-    monkeypatch.setattr(trial, "_on_gpu", with_factories)
+    threads = SimpleNamespace(**vars(threading) | {"Thread": FactoriesThread})
+    monkeypatch.setattr(trial, "threading", threads)
     monkeypatch.setattr(link_opener, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(link_opener, "logger", SimpleNamespace(warning=say, info=lambda *_: None))
     lines.clear()
@@ -137,7 +131,20 @@ def pipeline(monkeypatch):
         yield make
         for each in made:
             each.close()
-    trial._left.clear()
+
+
+@pytest.fixture
+def hung(monkeypatch):
+    """Ends that are left as they are."""
+    ends = []
+    leave = trial.TriedEnd.leave
+
+    def note(end):
+        ends.append(end)
+        leave(end)
+
+    monkeypatch.setattr(trial.TriedEnd, "leave", note)
+    return ends
 
 
 lines = []
@@ -218,25 +225,23 @@ def test_two_islands_are_joined_by_host_memory(pipeline, monkeypatch, seed):
     is_clean(made.machine)
 
 
+def refuse(monkeypatch, function, error, reason):
+    """Have a function of the driver fail."""
+
+    def error_string(_, __, text):
+        pointed(text).value = reason
+
+    monkeypatch.setattr(Driver, function, lambda *_: error)
+    monkeypatch.setattr(Driver, "cuGetErrorString", error_string, raising=False)
+
+
 def refuse_to_map(monkeypatch):
-    monkeypatch.setattr(Driver, "cuIpcOpenMemHandle_v2", lambda *_: 801)
-    monkeypatch.setattr(
-        Driver,
-        "cuGetErrorString",
-        lambda _, error, text: setattr(text._obj, "value", b"operation not supported"),
-        raising=False,
-    )
+    refuse(monkeypatch, "cuIpcOpenMemHandle_v2", 801, b"operation not supported")
     return "CUDA: cuIpcOpenMemHandle_v2 on cuda:0 failed: operation not supported (801)"
 
 
 def refuse_memory(monkeypatch):
-    monkeypatch.setattr(Driver, "cuMemAlloc_v2", lambda *_: 2)
-    monkeypatch.setattr(
-        Driver,
-        "cuGetErrorString",
-        lambda _, error, text: setattr(text._obj, "value", b"out of memory"),
-        raising=False,
-    )
+    refuse(monkeypatch, "cuMemAlloc_v2", 2, b"out of memory")
     return "CUDA: cuMemAlloc_v2 on cuda:1 failed: out of memory (2)"
 
 
@@ -280,14 +285,16 @@ REFUSALS = [refuse_to_map, refuse_memory, refuse_events, lose_bytes]
 
 @pytest.mark.parametrize("plant", REFUSALS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_refuses_or_corrupts_is_replaced_by_host_memory(pipeline, monkeypatch, plant, seed):
+def test_what_refuses_or_corrupts_is_replaced_by_host_memory(
+    pipeline, hung, monkeypatch, plant, seed
+):
     made = pipeline(seed)
     reason = plant(monkeypatch)
     assert made.open() == ["shm"]
     (line,) = lines
     assert line.startswith("link stage0-1.r0 from GPU gpu-0 to GPU gpu-1: shm")
     assert reason in line
-    assert not trial._left, "what has ended is closed, and its memory freed"
+    assert not hung, "what has ended is closed, and its memory freed"
     is_clean(made.machine)
     made.carry()
 
@@ -350,23 +357,34 @@ class Hanging:
 
 @pytest.mark.parametrize("what", ["the_map", "the_copy"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_hangs_is_left_and_host_memory_takes_its_place(pipeline, monkeypatch, what, seed):
+def test_what_hangs_is_left_and_host_memory_takes_its_place(
+    pipeline, hung, monkeypatch, what, seed
+):
     made = pipeline(seed)
     hanging = Hanging(monkeypatch, made.machine)
     getattr(hanging, what)()
     closed = []
     monkeypatch.setattr(Driver, "cuIpcCloseMemHandle", lambda *_: closed.append("mapping") or 0)
+    close = CudaIpcReceiving.close
+
+    def note(transport):
+        closed.append("memory")
+        close(transport)
+
+    monkeypatch.setattr(CudaIpcReceiving, "close", note)
     monkeypatch.setattr(link_opener, "TRIAL_SECONDS", 0.5)
     try:
         assert made.open() == ["shm"]
         (line,) = lines
         assert "had not finished after 0.5 s" in line
         made.carry()
-        _, receiver = sorted(trial._left, key=lambda end: isinstance(end, trial.TriedReceiver))
-        assert receiver._end._transport._buffers is not None, "freeing it would wait"
-        assert not closed, "unmapping would wait"
+        assert {type(end) for end in hung} == {trial.TriedSender, trial.TriedReceiver}
+        assert not closed, "unmapping and freeing would wait"
     finally:
         hanging.forever.set()
-        for end in trial._left:
-            assert end._reported.wait(HAND_OVER)
-            end._close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("sipipe-trial-"):
+                thread.join(HAND_OVER)
+        for end in hung:
+            end.close()
+    assert "memory" in closed, "now it is freed"

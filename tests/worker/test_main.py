@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.worker.arithmetic import Runner
-from tests.worker.arithmetic_stages import HAND_OVER, Stages, one_by_one
+from tests.worker.arithmetic_stages import HAND_OVER, Stages, boot_of, one_by_one, place_of
 from vllm.distributed import parallel_state
 
 from sipipe.errors import DamagedError
@@ -89,11 +89,15 @@ class Reader:
 class Worker:
     """What control calls find, in place of vLLM's wrapper."""
 
-    def __init__(self, runner, main):
-        self.runner, self.main = runner, main
+    def __init__(self, runner, parent):
+        self.runner, self.parent = runner, parent
 
     def doing(self):
-        return self.main._doing()
+        return self.parent.doing()
+
+    def prepares(self):
+        """Whether a thread of its own follows BIC-I."""
+        return "SiPipePreparing" in {thread.name for thread in threading.enumerate()}
 
     def ran(self):
         """How many iterations have."""
@@ -112,6 +116,23 @@ class Worker:
         raise ValueError("no such adapter")
 
 
+class LoadedMain(worker_main.Main):
+    """A worker's process that takes a stage which is loaded, in the place of vLLM's worker."""
+
+    def __init__(self, boot, parent, stage, wrapper):
+        super().__init__(boot, parent, [])
+        self._stage = stage
+        self._wrapper = wrapper
+        self._call = ""
+
+    def load(self):
+        return self._stage
+
+    def close(self):
+        self._wrapper = None  # nothing of vLLM's to shut down
+        super().close()
+
+
 @pytest.fixture
 def process(monkeypatch):
     """Runs a worker over messages, one of a single stage; returns what it said to the engine."""
@@ -119,19 +140,17 @@ def process(monkeypatch):
     def run(messages, *, stages=None, end=None):
         stages = stages or Stages(1, threads=False)
         [loop], [runner] = stages.loops, stages.runners
-        parent = Parent()
-        main = run.main = worker_main.Main(loop._around.boot, parent, [])
-        main._call, main._wrapper = "", Worker(runner, main)
+        parent = run.parent = Parent()
+        main = LoadedMain(stages.boots[0], parent, loop, Worker(runner, parent))
         reader = run.reader = Reader(messages, end or ChannelClosed("closed"))
         monkeypatch.setattr(worker_main, "DispatchReader", lambda *_: reader)
-        main._stage = loop
         try:
-            main.serve(loop)
+            main.serve(main.load())
         finally:
-            main._wrapper = None  # nothing of vLLM's to shut down
             main.close()
-            if main._preparing is not None:
-                main._preparing.join(HAND_OVER)
+            for thread in threading.enumerate():
+                if thread.name == "SiPipePreparing":
+                    thread.join(HAND_OVER)
             stages.close()
         return parent.said
 
@@ -142,7 +161,7 @@ def process(monkeypatch):
 def closed(monkeypatch):
     """A stage whose channels a call is to open."""
     stages = Stages(1, threads=False, opened=False)
-    monkeypatch.setattr(parallel_state, "_PP", stages.loops[0]._around.wrapper.group)
+    monkeypatch.setattr(parallel_state, "_PP", stages.groups[0])
     return stages
 
 
@@ -194,10 +213,15 @@ def test_calls_run_between_iterations_and_are_answered(process, monkeypatch):
 
 def test_calls_run_in_the_device_thread(process, closed):
     me = threading.current_thread().name
-    asked = [call(1, "here"), call(2, closed.opening), iteration(0), call(3, "here")]
-    found = process(asked, stages=closed)
-    assert found == [answer(1, me), answer(2, None), answer(3, me)]
-    assert process.main._preparing.name == "SiPipePreparing"
+    before = [call(1, "here"), call(2, "prepares"), call(3, closed.opening)]
+    after = [iteration(0), call(4, "here"), call(5, "prepares")]
+    assert process([*before, *after], stages=closed) == [
+        answer(1, me),
+        answer(2, False),
+        answer(3, None),
+        answer(4, me),
+        answer(5, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -266,15 +290,21 @@ def test_the_stall_report_says_what_a_call_and_both_threads_do(process):
     inside = threads.format("waits for the end of a call", "runs a call")
     assert told == answer(2, f"runs doing; {inside}")
     idle = threads.format("waits for a scheduling output", "waits for inputs")
-    assert process.main._doing() == idle
+    assert process.parent.doing() == idle
 
 
-def test_a_failure_that_cannot_be_pickled_is_said_as_text():
+def test_a_failure_that_cannot_be_pickled_is_said_as_text(monkeypatch):
     class LocalError(Exception):
         pass
 
+    def fails(*_):
+        raise LocalError("device lost")
+
+    monkeypatch.setattr(worker_main, "Main", fails)
+    monkeypatch.setattr(worker_main, "exit_now", lambda _: None)
+    monkeypatch.setattr(worker_main.tqdm, "set_lock", lambda _: None)
     parent = Parent()
-    worker_main._say_failure(parent, LocalError("device lost"))
+    worker_main.worker_main(boot_of(place_of(0, 1)), parent, [])
     (said,) = parent.said
     assert isinstance(said, RuntimeError)
     assert "device lost" in str(said)

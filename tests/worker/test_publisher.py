@@ -24,14 +24,33 @@ from sipipe.worker.publisher import Publisher  # noqa: E402
 VOCAB, BATCH, ENTRIES = 37, 5, 4
 
 
+class CountingDevice(HostDevice):
+    """A device whose copies end 500 ns after what they copy."""
+
+    waits = 0
+
+    def fetch(self, source, target, after):
+        super().fetch(source, target, after)
+        return after + 500
+
+    def wait(self, mark):
+        self.waits += 1
+        return super().wait(mark)
+
+
 @pytest.fixture
-def rig():
+def device():
+    return CountingDevice()
+
+
+@pytest.fixture
+def rig(device):
     shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
     channel = LogitsChannel("logits", shape, rows=ENTRIES * BATCH, entries=ENTRIES, readers=["a"])
     handover = LogitsHandover(channel.endpoint)
     found = SimpleNamespace(said=[], phases=[], failed=[])
     found.publisher = Publisher(
-        HostDevice(),
+        device,
         handover,
         report=found.said.append,
         record=lambda phase, inputs, began, ended: found.phases.append(
@@ -74,23 +93,8 @@ def test_what_is_said_of_an_iteration(rig):
     assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
 
 
-class CountingDevice(HostDevice):
-    """A device whose copies end 500 ns after what they copy."""
-
-    waits = 0
-
-    def fetch(self, source, target, after):
-        super().fetch(source, target, after)
-        return after + 500
-
-    def wait(self, mark):
-        self.waits += 1
-        return super().wait(mark)
-
-
-def test_it_sleeps_once_an_iteration_and_has_all_times(rig):
+def test_it_sleeps_once_an_iteration_and_has_all_times(rig, device):
     """The layers and the product end before the copy, which is what it sleeps for."""
-    device = rig.publisher._device = CountingDevice()
     for iteration in range(2):
         logits = torch.zeros(BATCH, VOCAB)
         rig.publisher.put(launched(iteration, first=0, made=2000, last=3000, logits=logits))

@@ -139,12 +139,19 @@ def serve(stages, iterations=120, seed=5):
 def test_tokens_follow_from_their_prompts(count, state, sets, monkeypatch):
     """Whoever prepares, ahead or in turn."""
     monkeypatch.setattr(sampled_stage, "SETS", sets)
+    preparing = set()
+    prepare = SiPipePrepares.prepare
+
+    def note(preparation, inputs):
+        preparing.add(preparation)
+        prepare(preparation, inputs)
+
+    monkeypatch.setattr(SiPipePrepares, "prepare", note)
     with Stages(count, state=state) as stages:
-        preparing = [isinstance(loop.running._preparation, SiPipePrepares) for loop in stages.loops]
-        assert preparing == [state is DefaultModelState] * count
         for prompt, tokens in serve(stages).values():
             assert tokens == continuation(prompt, len(tokens))
     assert stages.failed == []
+    assert len(preparing) == (count if state is DefaultModelState else 0), "the rest is vLLM's"
 
 
 @pytest.mark.parametrize("state", [DefaultModelState, OwnInputs])
@@ -177,20 +184,26 @@ def feed(loops, iterations):
 # ---- two sets of input buffers ------------------------------------------------------------------
 
 
-def test_the_next_inputs_are_prepared_while_the_device_runs(forward, beside):
+def test_the_next_inputs_are_prepared_while_the_device_runs(forward, beside, monkeypatch):
+    prepared = []
+    prepare = SiPipePrepares.prepare
+
+    def note(preparation, inputs):
+        prepared.append(inputs.iteration)
+        prepare(preparation, inputs)
+
+    monkeypatch.setattr(SiPipePrepares, "prepare", note)
     with Stages(1) as stages:
         [loop], [runner] = stages.loops, stages.runners
-        turns = loop.double_buffer._turns
         feeding = beside(feed, stages.loops, 3)
         forward.wait()  # 1. the device is inside iteration 0
-        until(lambda: turns.prepared == 2)  # 2. iteration 1 gets prepared meanwhile
-        # 3. iteration 2 does not: its buffers are being read
+        # 2. iteration 1 gets prepared meanwhile; iteration 2 does not: its buffers are being read
         until(lambda: "free input buffers for iteration 2" in loop.doing())
-        assert not turns.writing
+        assert prepared == [0, 1]
         assert runner.cache == {}
-        forward.let()  # 4. iteration 0 ends, 1 starts, 2 may be prepared
+        forward.let()  # 3. iteration 0 ends, 1 starts, 2 may be prepared
         forward.wait()
-        until(lambda: turns.prepared == 3)
+        until(lambda: prepared == [0, 1, 2])
         assert len(runner.cache) == 1
         forward.let(2)
         feeding.result(HAND_OVER)
@@ -257,8 +270,7 @@ def test_a_stall_report_says_what_each_thread_waits_for(forward):
 
 
 def test_a_wait_for_buffers_that_nobody_ends_has_a_bound(forward):
-    with Stages(1) as stages:
-        stages.loops[0].double_buffer._stall_timeout = 0.01
+    with Stages(1, stall_timeout=0.01) as stages:
         with pytest.raises(
             StallError, match=r"waits for free input buffers for iteration 2.*runs itera"
         ) as caught:
@@ -269,21 +281,21 @@ def test_a_wait_for_buffers_that_nobody_ends_has_a_bound(forward):
 
 
 def test_a_stalled_drain_names_what_both_threads_do_and_ends_nothing(forward):
-    with Stages(1) as stages:
-        buffer = stages.loops[0].double_buffer
+    with Stages(1, stall_timeout=0.01) as stages:
+        [loop] = stages.loops
+        buffer = loop.double_buffer
         forward.let()
         feed(stages.loops, 2)
         for _ in range(2):
             forward.wait()
-        buffer._stall_timeout = 0.01
         with pytest.raises(
             StallError,
             match=r"\(preparing thread\) waits for a scheduling output, \(device thread\) runs "
             r"iteration 1 \(1 iterations prepared and not finished\)",
         ):
             buffer.drain()
-        buffer._stall_timeout = HAND_OVER
         forward.let()
+        until(lambda: "(device thread) waits for inputs" in loop.doing())
         buffer.drain()
     assert stages.failed == []
 

@@ -48,17 +48,26 @@ def test_what_was_compiled_is_loaded_by_a_few_tokens(monkeypatch, given, passes)
     runner = Runner(
         given.get("compiled", True), given.get("images", False), given.get("most", MOST)
     )
-    worker = object.__new__(vllm_workers.CPUStageWorker)
-    worker.model_runner = runner
-    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=given.get("size", 1 << 30))
-    mode = given.get("mode", CompilationMode.VLLM_COMPILE)
-    worker.compilation_config = SimpleNamespace(mode=mode)
+
+    class Worker(vllm_workers.CPUStageWorker):
+        """A stage's worker with no more than what decides about the pass."""
+
+        def __init__(self, size, mode):
+            self.model_runner = runner
+            self.cache_config = SimpleNamespace(kv_cache_memory_bytes=size)
+            self.compilation_config = SimpleNamespace(mode=mode)
+
+        def warm_up(self):
+            """Do what vLLM's ``determine_available_memory`` begins with."""
+            if self._should_warm_up_model():
+                self.model_runner.warming_up_model()
+
+    worker = Worker(given.get("size", 1 << 30), given.get("mode", CompilationMode.VLLM_COMPILE))
     world = SimpleNamespace(world_size=given.get("ranks", 1))
     monkeypatch.setattr(vllm_workers, "get_world_group", lambda: world)
     monkeypatch.setenv(given.get("variable", "UNUSED"), "1")
     most = runner.max_num_tokens
-    if worker._should_warm_up_model():
-        runner.warming_up_model()  # as vLLM's worker does then
+    worker.warm_up()
     assert runner.passes == passes
     assert runner.max_num_tokens == most
     assert not envs.VLLM_FORCE_AOT_LOAD

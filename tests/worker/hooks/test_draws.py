@@ -124,9 +124,24 @@ def runner():
     return last_runner()
 
 
+class Handover:
+    """In place of this rank's writer of BIC-L, whose rows are not contiguous."""
+
+    def place_for(self, row, hidden):
+        return None
+
+
+def last_rows(runner, *, per_row=False, reports=True):
+    """Drawing on a last stage whose rank writes BIC-L, where CPU samplers draw."""
+    stage = LastRows(runner, HostDevice(), Head(runner), reports=reports)
+    stage = stage.take_over(per_row=per_row)
+    stage.open(stage.projection, Handover())
+    return stage
+
+
 @pytest.fixture
 def last_stage(runner):
-    return LastRows(runner, HostDevice(), Head(runner), reports=True)
+    return last_rows(runner)
 
 
 def batch(req_ids, computed, scheduled, prefill):
@@ -157,12 +172,11 @@ def inputs_of(iteration, scheduled, sampled=None):
     )
 
 
-def sample(stage, hidden, batch, asked, *, reports=True, sampled=None):
+def sample(stage, runner, hidden, batch, asked, *, sampled=None):
     """One iteration's ``sample``: what was launched, and the tokens on their way to the host."""
-    stage._writes, stage._reports = True, reports
     launched = Launched(inputs=inputs_of(0, asked, sampled))
     stage.begin(launched)
-    result, drawn, _ = stage._sample(hidden, batch, None)
+    result, drawn, _ = runner.sample(hidden, batch, None)
     stage.end()
     assert not drawn.any(), "the runner is told of no token"
     return launched, result.sampled_token_ids
@@ -181,7 +195,7 @@ def test_rows_are_in_the_samplers_order(last_stage, runner, lora, prepared):
     hidden = torch.arange(9.0).unsqueeze(1)
     sampled = np.array([3, 1, 0]) if prepared else None
     launched, _ = sample(
-        last_stage, hidden, sorted_batch, ["p", "d2", "chunk", "d1"], sampled=sampled
+        last_stage, runner, hidden, sorted_batch, ["p", "d2", "chunk", "d1"], sampled=sampled
     )
     assert row_values(launched.logits) == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
     assert last_stage.stage_logits.rows == [4 if lora else 3]
@@ -196,25 +210,24 @@ def test_rows_in_any_order_are_those_of_their_requests(last_stage, runner, lora,
     decoding = batch(["a", "b", "c"], [9, 5, 7], [1, 1, 1], [9, 2, 3])
     hidden = torch.tensor([[50.0], [60.0], [70.0]])
     rows = np.array(order)
-    launched, _ = sample(last_stage, hidden, decoding, ["a", "b", "c"], sampled=rows)
+    launched, _ = sample(last_stage, runner, hidden, decoding, ["a", "b", "c"], sampled=rows)
     twin = [hidden[decoding.logits_indices[row]].item() for row in order]
     assert row_values(launched.logits) == twin
 
 
-def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
+def test_padded_hidden_states_are_not_taken_for_rows(last_stage, runner):
     """A graph's are as long as it is."""
     both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
-    launched, _ = sample(last_stage, torch.arange(8.0).unsqueeze(1), both, ["a", "b"])
+    launched, _ = sample(last_stage, runner, torch.arange(8.0).unsqueeze(1), both, ["a", "b"])
     assert row_values(launched.logits) == [0.0, 1.0]
 
 
-def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage, runner):
+def test_vllms_output_is_made_only_where_somebody_waits_for_it(runner):
     """For prompt scores, or where no sampler says anything; by all ranks alike."""
     calls = []
     runner.sample_tokens = lambda _: calls.append("output")
     runner.postprocess_sampled = lambda rows, *_: calls.append(rows.tolist())
-    last_stage = last_stage.take_over(per_row=False)
-    last_stage._reports = False
+    last_stage = last_rows(runner, reports=False)
     decoding, chunk = batch(["a", "b"], [9, 5], [1, 1], [9, 2]), batch(["a"], [0], [2], [9])
     for now in (decoding, chunk):
         runner.execute_model_state = SimpleNamespace(
@@ -250,19 +263,21 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_each_row_has_its_place(last_stage, runner, drawn, lora):
+def test_each_row_has_its_place(runner, drawn, lora):
     runner.lora_config = object() if lora else None
-    last_stage = last_stage.take_over(per_row=True)
-    sampler = runner.sampler
-    for row, params in enumerate([PLAIN, ASKS_MORE, PLAIN, ASKS_MORE, PLAIN]):
-        sampler.add_request(row, params)
-    sampler.apply_staged_writes()
+
+    def drawing(*, reports):
+        stage = last_rows(runner, per_row=True, reports=reports)
+        for row, params in enumerate([PLAIN, ASKS_MORE, PLAIN, ASKS_MORE, PLAIN]):
+            runner.sampler.add_request(row, params)
+        runner.sampler.apply_staged_writes()
+        return stage
+
     ids = ["here", "there", "chunk", "p_there", "p_here"]
     mixed = batch(ids, [9, 5, 0, 0, 0], [1, 1, 3, 4, 2], [9, 2, 8, 4, 2])
     hidden = torch.arange(11.0).unsqueeze(1)
-    launched, tokens = sample(
-        last_stage, hidden, mixed, ["p_there", "p_here", "chunk", "there", "here"]
-    )
+    scheduled = ["p_there", "p_here", "chunk", "there", "here"]
+    launched, tokens = sample(drawing(reports=True), runner, hidden, mixed, scheduled)
     assert row_values(launched.logits) == [8.0, 1.0], "what samplers draw, in their order"
     assert tokens.tolist() == [[10], [0]], "p_here and here, in that order too"
     assert drawn == [([4, 0], [(0.5, -1 << 40)] * 2, [100, 0])]
@@ -270,9 +285,7 @@ def test_each_row_has_its_place(last_stage, runner, drawn, lora):
     assert launched.draws
 
     drawn.clear()
-    launched, _ = sample(
-        last_stage, hidden, mixed, ["p_there", "p_here", "chunk", "there", "here"], reports=False
-    )
+    launched, _ = sample(drawing(reports=False), runner, hidden, mixed, scheduled)
     assert row_values(launched.logits) == [8.0, 1.0]
     assert not drawn, "one rank says the tokens"
     assert not launched.reports
@@ -294,10 +307,9 @@ def test_the_kernel_is_compiled_while_memory_is_profiled(drawn):
     assert drawn == [([0, 1], [(0.0, 0)] * 2, [0, 10])]
 
 
-def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
+def test_scores_of_tokens_that_a_request_names_are_reported(last_stage, runner):
     """While it runs its prompt, whatever becomes of them in vLLM's runner."""
     plain, params = SamplingParams(), SamplingParams(prompt_logprob_token_ids=[[1]])
-    last_stage = last_stage.take_over(per_row=False)
 
     def reports(batch, *, new=(), finished=()):
         scheduled = output([], [], [])
@@ -307,7 +319,8 @@ def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
         scheduled.finished_req_ids = set(finished)
         scheduled.num_scheduled_tokens = dict.fromkeys(batch.req_ids, 1)
         batch.is_prefilling_np = batch.num_computed_tokens_np < batch.prefill_len_np
-        launched, _ = sample(last_stage, torch.zeros(batch.num_reqs, VOCAB), batch, scheduled)
+        hidden = torch.zeros(batch.num_reqs, VOCAB)
+        launched, _ = sample(last_stage, runner, hidden, batch, scheduled)
         return launched.reports
 
     new = [("a", plain), ("b", params)]
@@ -318,9 +331,10 @@ def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
     assert not reports(batch(["a", "b"], [3, 0], [1, 1], [1, 1]), **again)
 
 
-def test_a_warm_up_hands_nothing_on(last_stage):
+@pytest.mark.usefixtures("last_stage")
+def test_a_warm_up_hands_nothing_on(runner):
     hidden = torch.arange(2.0).unsqueeze(1)
-    drawn, sampled, rejected = last_stage._sample(hidden, batch(["a"], [0], [2], [2]), None)
+    drawn, sampled, rejected = runner.sample(hidden, batch(["a"], [0], [2], [2]), None)
     assert drawn.sampled_token_ids.shape == (1, 1)
     assert sampled.tolist() == rejected.tolist() == [0]
 

@@ -14,11 +14,11 @@ from sipipe.errors import UnsupportedError
 from sipipe.worker.hooks.kernel_dtypes import check_dtypes
 
 
-def gated_delta_rule():
+class GatedDeltaRule(QwenGatedDeltaNetAttention):
     """A layer of vLLM's class, without its weights."""
-    layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
-    torch.nn.Module.__init__(layer)
-    return layer
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
 
 
 def runner(dtype, *layers, device="cpu"):
@@ -34,26 +34,28 @@ def runner(dtype, *layers, device="cpu"):
 def test_a_dtype_that_a_kernel_does_not_take_is_refused_by_its_option(dtype):
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UnsupportedError, match=f"^--dtype {name}: .*--dtype bfloat16$"):
-        check_dtypes(runner(dtype, gated_delta_rule()))
+        check_dtypes(runner(dtype, GatedDeltaRule()))
     check_dtypes(runner(dtype))
-    check_dtypes(runner(dtype, gated_delta_rule(), device="cuda"))
-    check_dtypes(runner(torch.bfloat16, gated_delta_rule()))
+    check_dtypes(runner(dtype, GatedDeltaRule(), device="cuda"))
+    check_dtypes(runner(torch.bfloat16, GatedDeltaRule()))
 
 
 def test_vllms_kernel_still_takes_that_dtype_only(monkeypatch):
     """Where a later vLLM takes others, the check has to go."""
+    metadata = gdn_attention.GDNAttentionMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_decodes=1,
+        num_decode_tokens=1,
+        num_spec_decodes=0,
+        num_spec_decode_tokens=0,
+        num_actual_tokens=1,
+    )
     context = SimpleNamespace(
-        attn_metadata={"layer": gdn_metadata()},
+        attn_metadata={"layer": metadata},
         no_compile_layers={"layer": SimpleNamespace(prefix="layer")},
     )
     monkeypatch.setattr(gdn_attention, "get_forward_context", lambda: context)
     rows = torch.zeros(1, 8)
     with pytest.raises(AssertionError, match="BF16"):
         gdn_attention.cpu_gdn_attention_core(rows, rows, rows, rows, "layer")
-
-
-def gdn_metadata():
-    metadata = gdn_attention.GDNAttentionMetadata
-    made = metadata.__new__(metadata)
-    made.num_actual_tokens = 1
-    return made

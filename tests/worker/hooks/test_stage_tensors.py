@@ -75,7 +75,10 @@ def test_what_is_read_is_noted(way):
     check_reads(runner)
     assert runner.execute_model_state is None
     assert runner.model.compiled.do_not_compile is False
-    assert not runner.model._forward_pre_hooks
+    runner.model.compiled.do_not_compile = True
+    runner.model.way = lambda tensors: tensors
+    tensors = runner.intermediate_tensors
+    assert runner.model(intermediate_tensors=tensors) is tensors, "nothing is noted any more"
 
 
 @pytest.mark.parametrize("way", [by_name, lambda tensors: by_name(tensors[:2])])

@@ -10,7 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.vllm")
 
+from tests.worker.projection.test_rows import gather_by  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
 
 from sipipe import cpu_features  # noqa: E402
 from sipipe.worker.projection.logits import StageLogits  # noqa: E402
@@ -31,7 +34,8 @@ def stage_logits(project: Any) -> StageLogits:
     return StageLogits(SimpleNamespace(model=Model(project), model_config=config))
 
 
-@pytest.mark.skipif(not ops._supports_onednn, reason="this build of vLLM has no oneDNN")
+# vLLM asks itself in this way
+@pytest.mark.skipif(not ops._supports_onednn, reason="no oneDNN in this vLLM")  # noqa: SLF001
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 32])
 def test_vllm_s_projection_lands_where_it_should(dtype, rows):
@@ -82,12 +86,32 @@ def test_only_one_result_lies_there():
 def test_ranks_gather_whole_rows_of_their_columns():
     """Of equal parts, so that the last one is padded again."""
     whole, parts = torch.randn(3, VOCAB), []
-    for start in (0, 192):
-        logits = stage_logits(None)
-        logits.shard = 192
-        logits._gather = lambda columns: parts.append(columns) or torch.cat(parts, 1)
-        found = logits.gather_rows(whole[:, start : start + 192])
+
+    def gather(columns):
+        parts.append(columns)
+        return torch.cat(parts, 1)
+
+    for rank in range(2):
+        logits = rank_logits(rank, gather)
+        start, stop = logits.columns
+        found = logits.gather_rows(whole[:, start:stop])
     assert [part.shape for part in parts] == [(3, 192)] * 2
     assert torch.equal(found, whole)
-    logits._gather = lambda _: None
-    assert logits.gather_rows(whole[:, 192:]) is None, "as vLLM leaves a rank"
+    left = rank_logits(1, lambda _: None)
+    assert left.gather_rows(whole[:, 192:]) is None, "as vLLM leaves a rank"
+
+
+def rank_logits(rank: int, gather: Any) -> StageLogits:
+    """Logits of one of two ranks, whose columns are padded to 192 each."""
+    model = Model(None)
+    with set_current_vllm_config(VllmConfig()):
+        model.processor = LogitsProcessor(VOCAB)
+    model.lm_head = SimpleNamespace(
+        tp_size=2,
+        tp_rank=rank,
+        num_embeddings_per_partition=192,
+        shard_indices=SimpleNamespace(num_added_elements=0),
+    )
+    gather_by(model, gather)
+    config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    return StageLogits(SimpleNamespace(model=model, model_config=config, lora_config=None))

@@ -55,6 +55,12 @@ class Model(torch.nn.Module):
         return self.after(self.processor(self.lm_head, self.before(hidden), self.bias))
 
 
+def gather_by(model, gather):
+    """Have ``gather`` make whole rows of the ranks' columns, in the place of a collective."""
+    # vLLM's seam, on which `StageLogits` stands as well: its class must stay vLLM's own.
+    model.processor._gather_logits = gather  # noqa: SLF001
+
+
 def stage_logits(model):
     config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     return StageLogits(SimpleNamespace(model=model, model_config=config, lora_config=None))
@@ -136,7 +142,8 @@ def test_what_is_more_than_a_product_stays_on_the_last_stage(change, reason):
         model.processor = type("Own", (LogitsProcessor,), {})(VOCAB)
     head = stage_logits(model)
     if gathered:  # as of a model that projects by its embedding itself
-        model.lm_head.tp_size, model.processor._gather_logits = 2, lambda logits: logits
+        model.lm_head.tp_size = 2
+        gather_by(model, lambda logits: logits)
     assert reason in OfferedRows(head, torch.randn(3, HIDDEN)).reason
 
 
@@ -153,7 +160,7 @@ def test_a_model_that_edits_its_logits_gets_whole_rows(change, whole):
     model.lm_head.tp_size, model.lm_head.tp_rank = 2, 1
     model.lm_head.num_embeddings_per_partition = 512
     model.lm_head.shard_indices = SimpleNamespace(num_added_elements=0)
-    model.processor._gather_logits = lambda logits: logits
+    gather_by(model, lambda logits: logits)
     head, hidden = stage_logits(model), torch.randn(3, HIDDEN)
     assert head.columns == (512, VOCAB)
     kept = hidden.clone()
