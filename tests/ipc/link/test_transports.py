@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.ipc.link.conftest import BETWEEN_HOSTS, BOUND, SENDING, WIDTH, hidden
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import LinkClosedError, TransferMismatchError
+from sipipe.ipc.link import sender as sender_module
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.schema import TensorSchema
@@ -318,25 +320,41 @@ def test_closing_an_end_ends_a_wait(link, closes, waits, words):
     closing.join()
 
 
-def test_closing_wakes_a_waiting_flush(sender, endpoint, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
+def test_closing_wakes_a_waiting_flush(endpoint, pair, monkeypatch):
+    waits, go_on = threading.Event(), threading.Event()
+    notified: list[bool] = []
     announce = SENDING[endpoint.kind].announce
 
     def late(transport, schema) -> None:
-        begun.set()
         go_on.wait(BOUND)
         announce(transport, schema)
 
+    class Condition(threading.Condition):
+        def wait(self, timeout=None):
+            waits.set()  # whoever notifies needs the lock, which goes with the sleep
+            notified.append(super().wait(timeout))
+            return notified[-1]
+
+    def close_amid_flush() -> None:
+        waits.wait(BOUND)
+        sender.close(0.01)
+
+    names = vars(threading) | {"Condition": Condition}
+    monkeypatch.setattr(sender_module, "threading", SimpleNamespace(**names))
     monkeypatch.setattr(SENDING[endpoint.kind], "announce", late)
-    sender.send(0, 1, hidden(1))
-    begun.wait(BOUND)
-    closing = threading.Thread(target=sender.close, args=(0.01,))
-    closing.start()
-    with pytest.raises(LinkClosedError, match="this sender"):
-        sender.flush(BOUND)
-    go_on.set()
-    closing.join(BOUND)
-    assert not closing.is_alive()
+    with (
+        closing(open_receiver(endpoint, pair[1])),
+        closing(open_sender(endpoint, pair[0])) as sender,
+    ):
+        sender.send(0, 1, hidden(1))
+        closes = threading.Thread(target=close_amid_flush)
+        closes.start()
+        with pytest.raises(LinkClosedError, match="this sender"):
+            sender.flush(BOUND)
+        assert notified == [True], "it slept until its bound"
+        go_on.set()
+        closes.join(BOUND)
+        assert not closes.is_alive()
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_call(endpoint, pair, monkeypatch):
