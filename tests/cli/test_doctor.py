@@ -224,14 +224,16 @@ def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     assert "transport cuda_ipc (untested between GPUs)" in found["pipeline"]["text"]
 
 
-def test_a_broken_import_is_named(monkeypatch):
-    def run(*_args, **_more):
-        return type("Done", (), {"returncode": 1, "stderr": "a\noperator torchvision::nms\n"})
-
-    monkeypatch.setattr(doctor.subprocess, "run", run)
-    finding = doctor._import_vllm()
-    assert finding.state == "error"
-    assert "pip uninstall torchvision" in finding.text
+def test_a_broken_import_is_named(capsys, vllm, monkeypatch, tmp_path):
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho 'a\noperator torchvision::nms' >&2\nexit 1\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    assert main(["doctor", "--json"]) == 1
+    [finding] = [one for one in json.loads(capsys.readouterr().out) if one["what"] == "import"]
+    assert finding["state"] == "error"
+    assert finding["text"].startswith("operator torchvision::nms (")
+    assert "pip uninstall torchvision" in finding["text"]
 
 
 def test_an_environment_without_vllm_and_torch_is_told_what_is_missing():

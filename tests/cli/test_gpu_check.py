@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +26,25 @@ def check(tmp_path, steps, *more):
     out = tmp_path / "found.jsonl"
     status = cli.main(["gpu-check", "--out", str(out), "--steps", steps, *more])
     return status, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture
+def job_of(tmp_path, monkeypatch):
+    """Returns the job that a step's process gets on a machine with so many GPUs, and None where the step
+    is skipped."""
+    monkeypatch.setattr(gpu_check, "output", lambda *_: "{}")
+
+    def job_of(name, gpus, *more):
+        jobs = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(
+            gpu_check, "measured", lambda _, job, *__, **___: jobs.append(job) or {"runs": {}}
+        )
+        (line,) = check(tmp_path, name, "M", "--without-gpu", *more)[1][-1:]
+        assert ("skipped" in line) is not jobs
+        return jobs[0] if jobs else None
+
+    return job_of
 
 
 def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
@@ -74,14 +92,18 @@ def test_the_table_is_sound():
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("name", SERVERS)
-def test_every_server_can_be_started(name, gpus):
-    step, own = SERVERS[name], SimpleNamespace(model="M", pp=max(1, gpus), tp=1)
-    job = Job(**gpu_check._server(step, own, gpus, "/trace"))
+def test_every_server_can_be_started(job_of, name, gpus):
+    step = SERVERS[name]
+    asked = job_of(name, gpus)
+    if asked is None:
+        assert gpus < step["gpus"]
+        return
+    job = Job(**asked)
     stock = step["row"].startswith("stock")
     assert ("vllm.entrypoints.cli.main" in job.command) is stock
     words = dict(zip(job.command, job.command[1:], strict=False))
     p, t = int(words["-pp"]), int(words["-tp"])
-    assert (p, t) == (step.get("pp", own.pp), step.get("tp", own.tp))
+    assert (p, t) == (step.get("pp", max(1, gpus)), step.get("tp", 1))
     if not stock:
         settings = json.loads(words["--additional-config"])["sipipe"]
         asked = step.get("draw", "auto")
@@ -94,16 +116,16 @@ def test_every_server_can_be_started(name, gpus):
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_vllm_takes_the_options(name):
+def test_vllm_takes_the_options(job_of, name):
     pytest.importorskip("vllm")
     from sipipe.engine.start.arguments import parse_engine_args
 
-    own = SimpleNamespace(model="M", pp=2, tp=1)
-    job = gpu_check._server(SERVERS[name], own, 2, "/trace")
+    job = job_of(name, 8, "--pp", "2")
     words = job["command"][job["command"].index("serve") + 1 :]
     if "--trace" in words:
-        del words[words.index("--trace") :][:2]
-    assert parse_engine_args([word for word in words if word not in ("--trace", "/trace")], {})
+        place = words.index("--trace")
+        del words[place : place + 2]
+    assert parse_engine_args(words, {})
 
 
 def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monkeypatch):
@@ -156,13 +178,10 @@ def test_a_load_without_answers_is_a_finding(tmp_path, monkeypatch):
     assert (status, line["found"]) == (0, {"runs": {}})
 
 
-def test_stages_are_beside_as_many_of_stocks_with_long_prompts_and_open_arrivals():
+def test_stages_are_beside_as_many_of_stocks_with_long_prompts_and_open_arrivals(job_of):
     for count in (2, 4, 8):
-        own = SimpleNamespace(model="M", pp=8, tp=1)
-        ours, stocks = (
-            gpu_check._server(gpu_check.STEPS[name], own, 8, "/trace")
-            for name in (f"stages-{count}", f"stages-{count}-stock")
-        )
+        ours = job_of(f"stages-{count}", 8)
+        stocks = job_of(f"stages-{count}-stock", 8)
         sent = ours["load"] + ours["loads"]
         assert sent == stocks["load"] + stocks["loads"]
         lengths = [word for word, before in zip(sent[1:], sent, strict=False) if before == INPUT]

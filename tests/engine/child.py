@@ -1,7 +1,8 @@
-"""``python -m tests.engine.child PIPE WHAT``: what the tests of the supervisor start."""
+"""``python -m tests.engine.child PIPE [END] WHAT``: what the tests of the supervisor start."""
 
 import os
 import signal
+import struct
 import sys
 import time
 
@@ -12,7 +13,7 @@ from sipipe.messages.replies import Ready, Warm
 
 def main():
     parent = Parent(int(sys.argv[1]))
-    match sys.argv[2]:
+    match sys.argv[-1]:
         case "ready":
             parent.doing = lambda: "waits for its test"
             parent.say(Ready())
@@ -28,7 +29,7 @@ def main():
             parent.receive()
             parent.say(WorkerDiedError("my neighbour died"))
         case "mumble":
-            parent._pipe.send_bytes(b"no pickle")
+            os.write(int(sys.argv[1]), struct.pack("!i", 9) + b"no pickle")
         case "echo":
             parent.say(parent.receive())
         case "half":  # stops amid a message

