@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from tests.engine.children.named_children import NamedChildren
 
-from sipipe.engine.children.children import Children
 from sipipe.engine.children.samplers import Samplers
 from sipipe.engine.iteration.bus import Bus
 from sipipe.errors import WorkerDiedError
@@ -68,7 +68,7 @@ class Service:
         self.admitted = self.begun = 0
         self.poison, self.batch = [], batch
         self.snapshots = {index: Snapshot([], [], []) for index in range(2)}
-        self.children = Children()
+        self.children = NamedChildren()
         self.samplers = Samplers(
             self.children,
             dataclasses.replace(SETTINGS, vocab_size=vocab),
@@ -124,7 +124,7 @@ class Service:
         return self.begun - iterations
 
     def pid(self, index):
-        return self.children._children[NAMES[index]].process.pid
+        return self.children.by_name[NAMES[index]].process.pid
 
     def kill(self, index):
         """Kill a sampler; returns when its successor's place in the stream is known."""
@@ -401,7 +401,8 @@ def test_a_sampler_that_keeps_dying_is_not_replaced_for_ever(service):
         service.kill(0)
     service.replaced.clear()
     os.kill(service.pid(0), signal.SIGKILL)
-    service.children._thread.join(30)  # what on_death raises ends the events thread
+    while not service.errors:  # what on_death raises ends the events thread
+        time.sleep(0.01)
     assert len(service.deaths) == 5
     (error,) = service.errors
     assert isinstance(error, WorkerDiedError)

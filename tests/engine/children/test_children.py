@@ -27,16 +27,24 @@ class Watched:
         self.children = Children()
         self.deadly = True
         self.heard, self.deaths, self.errors = queue.SimpleQueue(), queue.SimpleQueue(), []
+        self.order = queue.SimpleQueue()
+        """Names of the children whose messages and deaths were reported, in their order."""
+        self.turn = lambda: 5.0
         self.children.watch(
-            heard=self.on_message, died=self.on_death, turn=lambda: 5.0, failed=self.errors.append
+            heard=self.on_message,
+            died=self.on_death,
+            turn=lambda: self.turn(),
+            failed=self.errors.append,
         )
 
     def on_message(self, child, message):
+        self.order.put(child.name)
         self.heard.put((child.name, message))
         if isinstance(message, Exception):
             self.children.fail(message)
 
     def on_death(self, child, how):
+        self.order.put(child.name)
         self.deaths.put((child.name, how))
         if self.deadly:
             self.children.fail(WorkerDiedError(f"{child.name} died, {how}"))
@@ -72,29 +80,29 @@ def test_one_that_dies_or_raises_while_another_loads_is_named_at_once(watched, w
 
 def test_who_died_is_named_before_who_missed_it(watched):
     """The neighbour's word of it may come first: its connection ends before the process does."""
-    watched.deadly, told = False, []
-    watched.children._died = lambda child, how: told.append(f"{child.name} died")
-    watched.children._heard = lambda child, message: told.append(f"{child.name}: {message}")
+    watched.deadly = False
+    hold, reached, held = threading.Event(), threading.Event(), threading.Event()
+
+    def turn():
+        if hold.is_set():
+            reached.set()
+            held.wait(60)
+        return 0.05
+
+    watched.turn = turn
     dying = watched.start("dying", "ready")
     mourner = watched.start("mourner", "mourn")
     watched.wait_ready("dying", "mourner")
-    held, reached = threading.Event(), threading.Event()
-
-    def turn():
-        reached.set()
-        held.wait(60)
-        return 0.05
-
-    watched.children._turn = turn
-    watched.children._wake()
+    hold.set()
     assert reached.wait(60)
     mourner.say("it died")
     assert mourner.pipe.poll(60)
     dying.process.kill()
     held.set()
-    while len(told) < 2:
-        time.sleep(0.01)
-    assert told == ["dying died", "mourner: my neighbour died"]
+    assert [watched.order.get(timeout=60) for _ in range(2)] == ["dying", "mourner"]
+    assert watched.deaths.get(timeout=60) == ("dying", "exit code -9")
+    name, error = watched.heard.get(timeout=60)
+    assert (name, str(error)) == ("mourner", "my neighbour died")
 
 
 def test_what_cannot_be_read_is_the_word_of_the_child_that_said_it(watched):

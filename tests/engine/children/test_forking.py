@@ -21,13 +21,39 @@ SHORTLY = {"GOMP_SPINCOUNT": "10000"}
 LIBGOMP = "/torch/lib/libgomp.so.1"
 
 
-def plan(cores, stages, tp=1, **more):
-    machine = [Core((cpu,)) for cpu in range(cores)]
-    return plan_cores(machine, stages=stages, tensor_parallel=tp, **more)
+@pytest.fixture
+def begun(monkeypatch):
+    """What OpenMP had read where this process was to fork from then on."""
+    found = []
+    monkeypatch.setattr(forking, "_fork_from_here", found.append)
+    monkeypatch.setattr(forking, "_loaded", None)
+    for name in list(os.environ):
+        if name.startswith(("OMP_", "GOMP_", "KMP_")) or name in ("LD_PRELOAD", forking.METHOD):
+            monkeypatch.delenv(name)
+    cpu = type("Vllm", (), {"device": "cpu"})
+    monkeypatch.setattr(forking, "installed_vllm", lambda: cpu)
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch, begun):
+    """Returns the variables that OpenMP reads where vLLM is imported on a machine of ``cores`` cores."""
+
+    def read(cores, argv, settings=None):
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        machine = [Core((cpu,)) for cpu in range(cores)]
+        monkeypatch.setattr(forking, "this_machine", lambda most: machine)
+        before = dict(os.environ)
+        with forking.importing(argv, settings or {}, 0):
+            variables = dict(os.environ.items() - before.items())
+        assert dict(os.environ) == before
+        return variables
+
+    return read
 
 
 @pytest.mark.parametrize(
-    ("cores", "stages", "tp", "read"),
+    ("cores", "stages", "tp", "variables"),
     [
         (2, 2, 1, {"OMP_NUM_THREADS": "1"}),
         (2, 1, 2, {"OMP_NUM_THREADS": "1"}),
@@ -36,18 +62,16 @@ def plan(cores, stages, tp=1, **more):
         (16, 2, 1, {}),  # each has cores of its own
     ],
 )
-def test_what_all_workers_of_a_plan_read(monkeypatch, cores, stages, tp, read):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert forking._openmp(plan(cores, stages, tp)) == read
+def test_what_all_workers_of_a_plan_read(read, cores, stages, tp, variables):
+    assert read(cores, ["m", "-pp", str(stages), "-tp", str(tp)]) == variables
 
 
-def test_nothing_is_known_of_unbound_workers():
-    assert forking._openmp(plan(4, 1, placement="off")) == {}
+def test_nothing_is_known_of_unbound_workers(read):
+    assert read(4, ["m"], {"cores": "off"}) == {}
 
 
 @pytest.mark.parametrize(
-    ("argv", "settings", "stages"),
+    ("argv", "settings", "workers"),
     [
         (["m", "-pp", "2"], {}, 2),
         (["m", "--pipeline-parallel-size=2", "-tp", "3"], {}, 6),
@@ -57,12 +81,17 @@ def test_nothing_is_known_of_unbound_workers():
         (["m", "-pp", "2"], {"cores": {"stages": [[0]]}}, 0),  # refused later, in one line
     ],
 )
-def test_the_plan_is_made_from_the_command_line(monkeypatch, argv, settings, stages):
-    found = []
-    monkeypatch.setattr(forking, "_openmp", lambda made: found.append(made) or {"A": "1"})
-    monkeypatch.setattr(forking, "this_machine", lambda most: [Core((cpu,)) for cpu in range(8)])
-    assert bool(forking._needed(argv, settings)) is bool(stages)
-    assert sum(len(ranks) for made in found for ranks in made.workers) == stages
+def test_the_plan_is_made_from_the_command_line(monkeypatch, read, argv, settings, workers):
+    """All workers of a plan for one core are on that core, with one thread."""
+    plans = []
+
+    def plan(*machine, **options):
+        plans.append(plan_cores(*machine, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(forking, "plan_cores", plan)
+    assert read(1, argv, settings) == (forking.ONE_THREAD if workers else {})
+    assert sum(len(ranks) for made in plans for ranks in made.workers) == workers
 
 
 ONE = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": "x.so"}
@@ -103,19 +132,6 @@ def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wa
     assert not forking.may_fork(wanted), "which may hold a lock"
 
 
-@pytest.fixture
-def begun(monkeypatch):
-    """What OpenMP had read where this process was to fork from then on."""
-    found = []
-    monkeypatch.setattr(forking, "_fork_from_here", found.append)
-    monkeypatch.setattr(forking, "_loaded", None)
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    monkeypatch.delenv(forking.METHOD, raising=False)
-    cpu = type("Vllm", (), {"device": "cpu"})
-    monkeypatch.setattr(forking, "installed_vllm", lambda: cpu)
-    return found
-
-
 @pytest.mark.parametrize("name", ["LD_PRELOAD", forking.METHOD])
 def test_the_users_own_libraries_and_method_are_left_alone(monkeypatch, begun, name):
     monkeypatch.delitem(sys.modules, "torch")
@@ -135,14 +151,12 @@ def test_a_torch_that_was_loaded_before_has_read_what_it_read(begun):
     assert not begun
 
 
-def test_the_server_forks_its_engine_whatever_its_workers_read(monkeypatch, begun):
+def test_the_server_forks_its_engine_whatever_its_workers_read(monkeypatch, begun, read):
     """Sixteen cores for two stages: each worker is a new interpreter."""
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(forking, "this_machine", lambda most: [Core((cpu,)) for cpu in range(16)])
-    before = dict(os.environ)
-    with forking.importing(["m", "-pp", "2"], {}, 0):
-        assert dict(os.environ) == before
-    assert begun == [forking._read(os.environ) | {"LD_PRELOAD": ""}]
+    monkeypatch.setenv("KMP_BLOCKTIME", "1")
+    monkeypatch.setenv("OTHER", "2")
+    assert read(16, ["m", "-pp", "2"]) == {}
+    assert begun == [{"KMP_BLOCKTIME": "1", "LD_PRELOAD": ""}]
 
 
 ASK = """
@@ -167,11 +181,13 @@ forking.fork_of_vllms()
     ],
 )
 def test_vllms_server_forks_but_for_the_users_own(more, thread, forks):
-    environment = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", forking.METHOD)}
-    asked = [sys.executable, "-c", ASK, *["thread"] * thread]
+    left_out = ("LD_PRELOAD", "OMP_", "GOMP_", "KMP_", forking.METHOD)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
+    asked = [sys.executable, "-c", ASK]
+    if thread:
+        asked.append("thread")
     done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
-    read = forking._read(environment | more) | {"LD_PRELOAD": ""}
-    assert done.stdout == (f"forks {read}\n" if forks else "")
+    assert done.stdout == (f"forks {more | {'LD_PRELOAD': ''}}\n" if forks else "")
 
 
 LOOK = """

@@ -314,13 +314,17 @@ class Samplers:
     def _start(self, name: str) -> Started:
         """Start a sampler process; returns it and the receiving end of its BIC-O."""
         receiver, sender = socket.socketpair()
-        child = self._children.start(
-            name,
-            "sipipe.sampler",
-            (self.dtype, name),
-            ends=(sender,),
-            environment={"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
+        try:
+            child = self._children.start(
+                name,
+                "sipipe.sampler",
+                (self.dtype, name),
+                ends=(sender,),
+                environment={"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        except BaseException:
+            receiver.close()
+            raise
         self._bind(child)
         return child, receiver
 
