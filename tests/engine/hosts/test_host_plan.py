@@ -1,18 +1,18 @@
 """Which host has what, where it listens, and what two hosts say that differ."""
 
+import queue
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tests.ipc.link.conftest import free_port
 
 from sipipe.config import HostSettings, SiPipeConfig
 from sipipe.engine.hosts import agent, remote
-from sipipe.engine.iteration.telemetry import Figures
 from sipipe.engine.link_opener import make_links
 from sipipe.engine.setup import host_agreement as module
 from sipipe.engine.setup.host_agreement import (
@@ -29,7 +29,8 @@ from sipipe.errors import ConfigError
 from sipipe.ipc import tcp
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError
-from sipipe.observe.live import LivePage, PageHeader
+from sipipe.messages import hosts as say
+from sipipe.messages.pickles import out_of_band, whole
 
 SECRET = "a secret of the tests"
 BOUND = 60.0  # seconds; of a machine at its worst
@@ -134,27 +135,40 @@ def test_flags_and_a_share_of_stages_go_together():
 
 @contextmanager
 def meeting(monkeypatch, theirs=None, lost=False):
-    """A main host's side of a meeting, and the future of what the other host's side comes to.
+    """A main host's side of a meeting, and the future of what the other host's agent comes to.
     ``theirs`` are the other host's values. With ``lost``, another process of that host has come before,
     and has died before it was looked at."""
+    connections = []
+
+    def connection(*place, **options):
+        connections.append(Connection(*place, **options))
+        return connections[-1]
+
+    monkeypatch.setattr(remote, "Connection", connection)
     monkeypatch.setenv("SIPIPE_SECRET", SECRET)
     values = {"SiPipe": "1", "--dtype": "float32"}
     monkeypatch.setattr(remote, "agreed", lambda _: values)
     monkeypatch.setattr(agent, "agreed", lambda _: theirs or values)
     port = free_port()
-    config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2, port=port))
-    cores = SimpleNamespace(samplers=[[0], [1]])
-    setup = SimpleNamespace(config=config, node=1, cores=cores, stages=2)
+    setup = SimpleNamespace(
+        config=SiPipeConfig(
+            start_timeout=BOUND, hosts=HostSettings(count=2, address="127.0.0.1", port=port)
+        ),
+        node=1,
+        stages=2,
+        ranks=1,
+        host_stages=[1],
+        host_parts=lambda: "stage 1 and the samplers",
+        cores=SimpleNamespace(samplers=[[0], [1]]),
+    )
     main = remote.RemoteHost(setup, 1, "127.0.0.1")
     if lost:
         gone = Connection("127.0.0.1", port, listens=False, who="the main host")
         assert gone.wait_for_peer(BOUND)
         gone.close()
-        assert main._connection.wait_for_peer(BOUND)
-    ours = Connection("127.0.0.1", port, listens=False, who="the main host")
+        assert connections[0].wait_for_peer(BOUND)
     with ThreadPoolExecutor(1) as pool:
-        yield main, pool.submit(agent._introduce, setup, ours, "127.0.0.1", "the main host")
-    ours.close()
+        yield main, pool.submit(agent.run_agent, setup)
     main.close()
 
 
@@ -183,20 +197,64 @@ def test_a_host_that_dies_while_others_are_awaited_may_come_again(monkeypatch):
             host.result(BOUND)
 
 
-def test_what_is_forwarded_last_needs_no_figures():
+class MainHost:
+    """The connection to a main host, which says what ``script`` yields. What it is told is kept."""
+
+    def __init__(self, script):
+        self.told = queue.SimpleQueue()
+        self._script = script
+
+    def receive(self, seconds):
+        return out_of_band(next(self._script))
+
+    def send(self, *parts):
+        self.told.put(whole(parts))
+
+    def close(self):
+        pass
+
+
+def wait_for(told, kind):
+    """The next of the messages in ``told`` that is of this kind."""
+    while not isinstance(message := told.get(timeout=BOUND), kind):
+        pass
+    return message
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_forwarded_last_needs_no_figures(monkeypatch, late):
     """A sampler's end, read when the page of figures has been closed."""
-    figures = object.__new__(Figures)
-    figures._page = LivePage.create(PageHeader(stages=2, samplers=1))
-    figures._here = [("sampler", 0, 0)]
-    ended = object.__new__(agent.Agent)
-    ended._figures = figures
-    ended._telling = threading.Lock()
-    sent = []
-    ended._send = sent.append
-    for open_, count in ((True, 1), (False, 1)):
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        ended._send_tokens(0, ours)
-        assert len(sent) == count, open_
-        assert ours.fileno() == -1
-        figures.close()
+    ours, theirs = socket.socketpair()
+
+    def script():
+        yield say.Start()
+        assert wait_for(main.told, say.Done).result is None
+        if not late:
+            theirs.close()
+            assert wait_for(main.told, say.Tokens).data == b""
+        yield say.End("")
+
+    main = MainHost(script())
+    monkeypatch.setattr(agent, "LocalHost", lambda *_: Mock(start=lambda: [ours]))
+    monkeypatch.setattr(agent.signal, "signal", lambda *_: None)
+    setup = SimpleNamespace(
+        config=SiPipeConfig(),
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(model="m"),
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+        ),
+        stages=2,
+        ranks=1,
+        slots=3,
+        host_stages=[1],
+        cores=SimpleNamespace(samplers=[()]),
+    )
+    plan = say.Plan(setup=b"", samplers=1, run="a run")
+    assert agent.Agent(setup, plan, 0, main).run() == 0
+    theirs.close()
+    deadline = time.monotonic() + BOUND
+    while ours.fileno() != -1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    while not main.told.empty():
+        assert not isinstance(main.told.get(), say.Tokens)

@@ -1,12 +1,35 @@
 """NUMA nodes of the memory of one host's channels."""
 
 import os
-from contextlib import ExitStack
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 from sipipe.engine.hosts import local as host
 from sipipe.engine.hosts.local import LocalHost
 from sipipe.messages.hosts import MakeLogits
+from sipipe.observe.live import LivePage, PageHeader
+
+
+def started(workers):
+    """A host whose ``workers``, by stage and rank, are on these CPUs. Its processes are stand-ins."""
+    setup = SimpleNamespace(
+        cores=SimpleNamespace(workers=workers, samplers=[()]),
+        dtype="float32",
+        vocab_size=8,
+        logits_rows=4,
+        slots=3,
+        config=SimpleNamespace(start_timeout=1.0, stall_timeout=1.0),
+        vllm_config=SimpleNamespace(
+            reasoning_config=None,
+            speculative_config=None,
+            model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
+        ),
+    )
+    page = LivePage.create(PageHeader(stages=2, samplers=1))
+    made = LocalHost(setup, SimpleNamespace(live=page.path), Mock(turn=lambda: 1.0))
+    made.start()
+    page.close()
+    return made
 
 
 def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
@@ -17,22 +40,17 @@ def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
 
     def channel(*_, **__):
         affinities.append(os.sched_getaffinity(0))
-        return SimpleNamespace(close=None, endpoint="there")
+        return SimpleNamespace(close=lambda: None, endpoint="there")
 
     monkeypatch.setattr(host, "LogitsChannel", channel)
-    made = object.__new__(LocalHost)
-    made._closing = ExitStack()
-    made._samplers = SimpleNamespace(names=["sampler0"])
+    monkeypatch.setattr(host, "Workers", lambda *_: Mock(names=["stage0"]))
+    monkeypatch.setattr(host, "Samplers", lambda *_, **__: Mock(names=["sampler0"], sockets=[]))
     for workers, where in (
         ((((),), ((max(before),),)), {max(before)}),
         ((((max(before),),), ((),)), before),
     ):
-        made._setup = SimpleNamespace(
-            cores=SimpleNamespace(workers=workers),
-            logits_rows=4,
-            slots=3,
-            config=SimpleNamespace(start_timeout=1.0),
-        )
+        made = started(workers)
         assert made.do(MakeLogits(None)) == "there"
+        made.close()
         assert affinities.pop() == where
         assert os.sched_getaffinity(0) == before

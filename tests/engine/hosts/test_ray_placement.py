@@ -6,6 +6,7 @@ are on one machine (no engine can run on them).
 
 import importlib.util
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -19,8 +20,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import HostSettings, SiPipeConfig
 from sipipe.engine.hosts import ray_placement
-from sipipe.engine.hosts.ray_bundles import Bundle, arrange
-from sipipe.engine.hosts.ray_claim import Claim
+from sipipe.engine.hosts.ray_bundles import Bundle, arrange, bundles_of
+from sipipe.engine.hosts.ray_claim import Claim, Order
 from sipipe.engine.setup.host_agreement import nixl_ports, ports_used
 from sipipe.errors import ConfigError
 
@@ -101,39 +102,41 @@ def test_taken_ports_are_seen():
     assert Claim.free(None, port, 1)
 
 
+def config(**settings):
+    """The parts of a VllmConfig that are read before Ray is asked."""
+    parallel = SimpleNamespace(data_parallel_size=1, ray_runtime_env=None)
+    return SimpleNamespace(parallel_config=parallel, additional_config={"sipipe": settings})
+
+
 @needs_ray
 def test_a_cluster_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(
         ConfigError, match=r"cannot join a Ray cluster \(127.0.0.1:9: .*refused"
     ) as it:
-        ray_placement._connect(None)
+        ray_placement.place(config())
     assert "\n" not in str(it.value)
 
 
 def test_without_ray_a_user_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"ray needs Ray: install SiPipe with its ray extra"):
-        ray_placement._connect(None)
+        ray_placement.place(config())
 
 
 @pytest.mark.parametrize(
     "settings", [{"hosts": {"count": 2}}, {"hosts": {"stages": [1, 1]}}, {"devices": [0, 1]}]
 )
 def test_what_ray_says_is_not_said_twice(settings):
-    config = SimpleNamespace(parallel_config=None, additional_config={"sipipe": settings})
     with pytest.raises(ConfigError, match="Ray finds the nodes and the GPUs; leave out --nnodes"):
-        ray_placement.place(config)
+        ray_placement.place(config(**settings))
 
 
 def test_more_than_one_gpu_in_a_given_bundle_is_refused():
-    table = {"bundles_to_node_id": {0: "A", 1: "A"}}
-    ray = SimpleNamespace(util=SimpleNamespace(placement_group_table=lambda group: table))
-    two = SimpleNamespace(bundle_specs=[{"CPU": 1.0}, {"GPU": 2.0}])
+    nodes = {0: "A", 1: "A"}
     with pytest.raises(ConfigError, match="bundle 1 of the placement group has 2 GPUs"):
-        ray_placement._bundles(ray, two, "GPU", 1)
-    single = SimpleNamespace(bundle_specs=[{"CPU": 1.0}, {"GPU": 1.0}])
-    assert ray_placement._bundles(ray, single, "GPU", 1) == [Bundle(1, "A", 1)]
+        bundles_of([{"CPU": 1.0}, {"GPU": 2.0}], nodes, "GPU", 1)
+    assert bundles_of([{"CPU": 1.0}, {"GPU": 1.0}], nodes, "GPU", 1) == [Bundle(1, "A", 1)]
 
 
 PLACES = """
@@ -211,6 +214,12 @@ cluster.shutdown()
 """
 
 
+def devices_of(given):
+    """The setting "devices" of a host to which Ray gave these GPUs."""
+    order = Order(node=1, versions={}, config=pickle.dumps(config()), devices=given)
+    return ray_placement.config_of(order).additional_config["sipipe"]["devices"]
+
+
 @pytest.mark.parametrize(
     ("shown", "given", "counted"),
     [(None, ["1", "3"], [1, 3]), ("4,5,6,7", ["7", "5"], [3, 1]), ("", ["2"], [2])],
@@ -222,10 +231,10 @@ def test_gpus_are_counted_as_this_process_sees_them(monkeypatch, shown, given, c
     monkeypatch.delenv("SHOWN", raising=False)
     if shown is not None:
         monkeypatch.setenv("SHOWN", shown)
-    assert ray_placement._visible(given) == counted
+    assert devices_of(given) == counted
     if shown:
         with pytest.raises(ConfigError, match="Ray gave GPU 2, and SHOWN is 4,5,6,7: unset it"):
-            ray_placement._visible(["2"])
+            devices_of(["2"])
 
 
 def test_slices_of_gpus_are_counted_by_their_names(monkeypatch):
@@ -236,7 +245,7 @@ def test_slices_of_gpus_are_counted_by_their_names(monkeypatch):
     }
     monkeypatch.setattr(ray_placement, "current_platform", SimpleNamespace(**gpus))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
-    assert ray_placement._visible(["MIG-c", "MIG-a"]) == [2, 0]
+    assert devices_of(["MIG-c", "MIG-a"]) == [2, 0]
 
 
 @needs_ray

@@ -1,6 +1,6 @@
 """Bundles of a Ray placement group, and which of them an engine's workers take."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -16,6 +16,31 @@ class Bundle:
     """Ray's id of the node that the bundle is on."""
     workers: int = 1
     """Workers that the bundle has room for."""
+
+
+def bundles_of(
+    resources: Sequence[Mapping[str, float]], nodes: Mapping[int, str], device: str, workers: int
+) -> list[Bundle]:
+    """The bundles of a placement group that workers can have, each with room for ``workers``.
+
+    Args:
+        resources: what each bundle of the group reserves, by Ray's names.
+        nodes: Ray's ids of the nodes that the bundles are on, by index.
+        device: Ray's name of what a worker needs, "GPU" or "CPU".
+        workers: workers that a bundle has room for.
+
+    Raises ConfigError: a bundle has more GPUs than workers."""
+    for index, bundle in enumerate(resources):
+        if device == "GPU" and bundle.get(device, 0) > workers:
+            raise ConfigError(
+                f"bundle {index} of the placement group has {bundle[device]:g} GPUs: give one "
+                "bundle for each worker, with one GPU at most"
+            )
+    return [
+        Bundle(index, nodes[index], workers)
+        for index, bundle in enumerate(resources)
+        if bundle.get(device)
+    ]
 
 
 def arrange(

@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.hosts.ray_bundles import Bundle, arrange
+from sipipe.engine.hosts.ray_bundles import Bundle, arrange, bundles_of
 from sipipe.engine.hosts.ray_claim import Claim, Order
 from sipipe.engine.setup.derived import settings_of
 from sipipe.engine.setup.host_agreement import ports_used, versions
@@ -156,7 +156,8 @@ def place(vllm_config: VllmConfig) -> Placement:
     seconds = config.start_timeout
     _wait(group, seconds)
     # A bundle of SiPipe's own group has room for a stage; one of the caller's for one worker.
-    bundles = _bundles(ray, group, device, ranks if makes_group else 1)
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    bundles = bundles_of(group.bundle_specs, nodes, device, ranks if makes_group else 1)
     hosts = arrange(bundles, this_node, stages, ranks, indices)
     if device != "GPU":
         gpus: float = 0
@@ -331,23 +332,6 @@ def _wait(group: Any, seconds: float) -> None:
                 group.bundle_specs,
                 seconds,
             )
-
-
-def _bundles(ray: Any, group: Any, device: str, workers: int) -> list[Bundle]:
-    """The bundles of a group that workers can have, each with room for ``workers``. Raises ConfigError:
-    one has more GPUs than workers."""
-    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    for index, bundle in enumerate(group.bundle_specs):
-        if device == "GPU" and bundle.get(device, 0) > workers:
-            raise ConfigError(
-                f"bundle {index} of the placement group has {bundle[device]:g} GPUs: give one "
-                "bundle for each worker, with one GPU at most"
-            )
-    return [
-        Bundle(index, nodes[index], workers)
-        for index, bundle in enumerate(group.bundle_specs)
-        if bundle.get(device)
-    ]
 
 
 def _get(ray: Any, answers: list[Any], seconds: float, work: str) -> list[Any]:
