@@ -63,6 +63,7 @@ def opener(
     addresses=None,
     encrypts=True,
     nixl=(),
+    gpus=(),
 ):
     hosts = HostSettings(count=1 + bool(addresses), encrypt_links=encrypts)
     config = SiPipeConfig(transport=transport, hosts=hosts)
@@ -74,7 +75,7 @@ def opener(
     described = [
         StageDescription(
             takes=TAKES,
-            gpu="" if on_cpu else f"uuid-{rank}",
+            gpu=gpus[rank] if gpus else "" if on_cpu else f"uuid-{rank}",
             nixl=nixl[rank // ranks] if nixl else "",
         )
         for rank in range(stages * ranks)
@@ -150,10 +151,7 @@ def test_slices_of_gpus_are_joined_by_host_memory_without_a_trial(data, stages):
     """They cannot map one another's memory, and a trial of that may hang."""
     names = st.sampled_from(["uuid", "MIG"])
     kinds = data.draw(st.lists(names, min_size=stages, max_size=stages))
-    opening, calls = opener(stages)
-    opening._ranks = [
-        StageDescription(takes=TAKES, gpu=f"{kind}-{rank}") for rank, kind in enumerate(kinds)
-    ]
+    opening, calls = opener(stages, gpus=[f"{kind}-{rank}" for rank, kind in enumerate(kinds)])
     found = [link.kind for link in opening.join_stages()]
     pairs = itertools.pairwise(kinds)
     assert found == ["shm" if "MIG" in pair else "cuda_ipc" for pair in pairs]

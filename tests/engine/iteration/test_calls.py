@@ -23,8 +23,13 @@ class Stream:
 
 
 @pytest.fixture
-def calls():
-    return Calls(Stream(), RANKS)
+def stream():
+    return Stream()
+
+
+@pytest.fixture
+def calls(stream):
+    return Calls(stream, RANKS)
 
 
 def answer(calls, rank, number, value):
@@ -74,12 +79,12 @@ def test_a_result_that_cannot_be_read_fails_its_call_only(calls):
     assert good.result(0) == "good"
 
 
-def test_arguments_that_cannot_be_pickled_are_the_callers_error(calls):
+def test_arguments_that_cannot_be_pickled_are_the_callers_error(calls, stream):
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         calls.call("f", args=(threading.Lock(),))
-    assert not calls._bus.published
+    assert not stream.published
     future = calls.call("apply_model", args=(lambda: "by value",), only=0)
-    _, (function,), _, _ = pickle.loads(calls._bus.published[-1][1][1])
+    _, (function,), _, _ = pickle.loads(stream.published[-1][1][1])
     assert function() == "by value"
     answer(calls, 0, 0, "goes on")
     assert future.result(0) == "goes on"

@@ -22,9 +22,9 @@ from sipipe.messages.header import Kind
 from sipipe.messages.step import Grammar, Step, int32_bytes
 
 
-def make(tracker, slots=1, publish=lambda *_, **__: None):
-    """A dispatcher, and its iterations."""
-    bus = SimpleNamespace(order=threading.RLock(), publish=publish)
+def make(tracker, slots=1, publish=lambda *_, **__: None, bus=None):
+    """A dispatcher, and its iterations. Without a ``bus``, its messages are those of ``publish``."""
+    bus = bus or SimpleNamespace(order=threading.RLock(), publish=publish)
     gather, iterations = SimpleNamespace(expect=lambda *_: None), Iterations(slots, 99)
     dispatcher = Dispatcher(
         bus=bus,
@@ -68,8 +68,8 @@ def test_what_is_published_while_the_engine_ends_fails_with_its_cause():
             iterations.fail(WorkerDiedError("host 1 was ended"))
             raise ChannelClosed("bic-i is closed")
 
-    dispatcher, iterations = make(SimpleNamespace(advance=lambda *_: Work()))
-    dispatcher._bus = Bus([Ending()])
+    tracker = SimpleNamespace(advance=lambda *_: Work())
+    dispatcher, iterations = make(tracker, bus=Bus([Ending()]))
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"d": 1}, 1
     assert dispatcher.publish(output)
@@ -111,8 +111,9 @@ class Held:
         self.sent, self.masks, self.turn = [], [], 0
         work = Work(step=Step(0, grammar=True), samplers=(0,))
         tracker = SimpleNamespace(advance=lambda *_: work, grammar=self._grammar)
-        self.dispatcher, self.iterations = make(tracker, publish=self._publish)
-        self.order = self.dispatcher._bus.order
+        self.order = threading.RLock()
+        bus = SimpleNamespace(order=self.order, publish=self._publish)
+        self.dispatcher, self.iterations = make(tracker, bus=bus)
 
     def _publish(self, kind, number, *_, **__):
         self.sent.append((kind, number))

@@ -75,14 +75,15 @@ def test_drafts_that_are_worth_nothing_are_not_asked_for():
 
 def test_drafts_that_become_worth_nothing_while_they_are_asked_for_are_asked_for():
     """The engine thread decides at any time; no request for 0 drafts is sent."""
-    drafts, sent = made()
-    with_blocks = drafts._tracker.with_blocks
 
-    def meanwhile(number, request_ids):
-        drafts.steps = 0
-        return with_blocks(number, request_ids)
+    class Meanwhile(Tracker):
+        def with_blocks(self, number, request_ids):
+            drafts.steps = 0
+            return super().with_blocks(number, request_ids)
 
-    drafts._tracker.with_blocks = meanwhile
+    sent = []
+    drafts = HeadDrafts(Meanwhile(), sent.append)
+    drafts.steps = 2
     drafts.ask(iteration(3, "a"), [("a", [3])])
     assert [read(message).steps for message in sent] == [2]
 

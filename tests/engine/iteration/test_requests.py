@@ -116,6 +116,7 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
     tracker = RequestTracker(engine_seed=0, balancer=balancer)
     tracker.draws = "per_row" if per_row else "on"
     held = defaultdict(dict)  # sampler -> handle -> tokens
+    names = {}  # handle -> request, once samplers have drawn for it
     flying = []
     for iteration in range(40):
         output = scheduler.schedule(iteration)
@@ -130,9 +131,10 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
         here = scheduler.plain if per_row else set()
         assert work.sampled == [n for n, wants in asked.items() if wants and n not in here]
         assert work.on_device == [n for n, wants in asked.items() if wants and n in here]
-        assert set().union(*held.values()) <= {
-            tracker._requests[n].handle for n in alive(tracker) - here
+        known = {
+            names[handle] for sequences in held.values() for handle in sequences.keys() & names
         }
+        assert known <= scheduler.started - here
         scored = [
             name
             for name in output.num_scheduled_tokens
@@ -144,7 +146,7 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
         rows, owners = int32_view(work.step.rows).tolist(), int32_view(work.step.owners).tolist()
         for name, handle, owner in zip(work.sampled, rows, owners, strict=True):
             assert held[owner][handle] == (scheduler.prompt[name], scheduler.outputs[name])
-            assert tracker._requests[name].handle == handle
+            assert names.setdefault(handle, name) == name
         cached = output.scheduled_cached_reqs
         for name, start, tokens in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_token_ids, strict=True
@@ -166,10 +168,6 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
                 held[sampler].pop(handle, None)
             if handles:
                 apply_added(held, tracker.added_of(sampler))
-
-
-def alive(tracker):
-    return set(tracker._requests)
 
 
 def sum_of(scheduler, output, name):
@@ -259,8 +257,8 @@ def test_every_requests_masks_are_its_own(room):
     """vLLM 0.32 has one behind another, 0.33 a block for each, as long as any may be."""
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     output = scheduled(*(new_request(name, [1, 2], prefill=[1, 2]) for name in "abc"))
+    output.scheduled_spec_decode_tokens = {"b": [7, 8]}
     added = {one.handle for one in tracker.advance(0, output).step.added}
-    tracker._drafts = {"b": (7, 8)}
     masks = {"c": [[1]], "b": [[2], [3], [4]], "a": [[5]]}
     filled = [block + [[-1]] * (room and room - len(block)) for block in masks.values()]
     bitmask = np.concatenate(filled).astype(np.int32)

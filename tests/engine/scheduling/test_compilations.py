@@ -18,8 +18,11 @@ TEST_SECONDS = 30
 class Request:
     def __init__(self):
         self.ended = False
+        self.thread = None
+        """The thread that compiles its grammar, once it does."""
         self.begun = threading.Event()
         self.go_on = threading.Event()
+        self.left = threading.Event()
         self.outcome = "grammar"
 
     def is_finished(self):
@@ -28,8 +31,10 @@ class Request:
 
 def create(request):
     """Compiles a grammar when the test says so."""
+    request.thread = threading.current_thread()
     request.begun.set()
     assert request.go_on.wait(TEST_SECONDS)
+    request.left.set()
     if isinstance(request.outcome, Exception):
         raise request.outcome
     return request.outcome
@@ -66,12 +71,12 @@ def test_one_that_takes_long_holds_up_no_other():
 def test_one_that_is_late_fails_and_makes_room():
     compiling, clock = compilations(most=1)
     slow, next_one = Request(), Request()
-    late, soon = compiling.submit(create, slow), compiling.submit(create, next_one)
+    late = compiling.submit(create, slow)
     assert slow.begun.wait(TEST_SECONDS)
+    clock.seconds = SECONDS
+    soon = compiling.submit(create, next_one)
     assert not next_one.begun.is_set()
     clock.seconds = SECONDS + 1
-    next_one_waits = compiling._waiting[0]
-    next_one_waits.since = clock.seconds
     compiling.sweep()
     with pytest.raises(ValueError, match=r'did not compile within 5 s; .*"grammar_timeout"'):
         late.result(0)
@@ -82,15 +87,18 @@ def test_one_that_is_late_fails_and_makes_room():
 
 def test_one_that_waits_too_long_says_what_for():
     compiling, clock = compilations(most=1)
-    slow, other = Request(), Request()
-    compiling.submit(create, slow)
-    waits = compiling.submit(create, other)
-    slow_one = next(iter(compiling._running))
-    clock.seconds = SECONDS + 1
-    slow_one.since = clock.seconds
+    first, slow, other = Request(), Request(), Request()
+    compiling.submit(create, first)
+    clock.seconds = 1.0
+    runs, waits = compiling.submit(create, slow), compiling.submit(create, other)
+    clock.seconds = 4.0
+    finish(first)
+    assert slow.begun.wait(TEST_SECONDS)
+    clock.seconds = SECONDS + 2
     compiling.sweep()
     with pytest.raises(ValueError, match="waited for 5 s while those of other requests"):
         waits.result(0)
+    assert not runs.done(), "it has run for 3 s"
     finish(slow)
 
 
@@ -129,11 +137,9 @@ def test_the_end_waits_for_none():
             future.result(0)
     with pytest.raises(RuntimeError, match="the engine ends"):
         compiling.submit(create, Request())
-    (abandoned,) = compiling._abandoned
-    (thread,) = [t for t in threading.enumerate() if t.native_id == abandoned.thread]
-    assert thread.daemon
+    assert running.thread.daemon
     finish(running)
-    thread.join(TEST_SECONDS)
+    running.thread.join(TEST_SECONDS)
 
 
 def test_what_a_backend_says_is_one_line():
@@ -203,10 +209,13 @@ class Compiling(RuleBasedStateMachine):
 
     @invariant()
     def the_bounds_hold(self):
-        with self.compilations._lock:
-            running, abandoned = self.compilations._running, self.compilations._abandoned
-            assert len(running) <= LEAST
-            assert len(running) + len(abandoned) <= 2 * LEAST
+        compiled = [
+            (request, future)
+            for request, future in zip(self.requests, self.futures, strict=True)
+            if request.begun.is_set() and not request.left.is_set()
+        ]
+        assert sum(not future.done() for _, future in compiled) <= LEAST
+        assert len(compiled) <= 2 * LEAST
 
     def teardown(self):
         finish(*self.requests)

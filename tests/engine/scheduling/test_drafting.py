@@ -1,11 +1,13 @@
 """How many drafts are scheduled, and how likely they have to be; no engine is started."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from vllm.v1.request import RequestStatus
 
 from sipipe.engine.iteration.work import Work
+from sipipe.engine.scheduling import speculation as module
 from sipipe.engine.scheduling.speculation import (
     KV_RESERVE,
     LEAST_WORTH,
@@ -122,8 +124,8 @@ def taken(
         number=0,
         output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
     )
-    speculative = Speculation(scheduler, told or controller())
-    speculative._forced = Forced(forced or {})
+    with patch.object(module, "ForcedTokens", lambda _: Forced(forced or {})):
+        speculative = Speculation(scheduler, told or controller())
     if broken:
         del iteration.outcome.errors
     speculative.take(iteration)
@@ -276,22 +278,22 @@ def test_a_head_makes_all_drafts_until_the_stages_times_are_known():
 
 def test_a_head_makes_as_many_drafts_as_are_worth_it():
     """One in two is right: the second is right in one of four passes, the third in one of eight."""
+    tokens = 1 + 7 / 8  # of a request in a pass
 
     def steps(price, pass_seconds=0.0):
-        scheduler, speculation = with_head(3, 3, price=price)
+        scheduler, drafting = with_head(3, 3, price=price)
         scheduler.head_drafts.pass_seconds = pass_seconds
         for number in range(400):
-            verify(speculation, number, **{"0": 3, "1": 0} if number % 2 else {"0": 0, "1": 3})
-        speculation._tokens_a_pass = 1.0
-        speculation._chances = [0.5, 0.5, 0.5]
-        speculation.fit()
+            right = (1, 3, 1, 2)[number % 4]
+            verify(drafting, number, **{"0": right, "1": 0})
+        drafting.fit()
         return scheduler.head_drafts.steps
 
     assert steps(0.0) == 3, LEAST_WORTH
-    assert steps(0.2 / 2 / MARGIN) == 2
-    assert steps(0.3 / 2 / MARGIN) == 1
-    assert steps(0.6 / 2 / MARGIN) == 0
-    assert steps(0.0, pass_seconds=0.5) == 1, "a third of the longer period"
+    assert steps(0.2 / 2 / tokens / MARGIN) == 2
+    assert steps(0.35 / 2 / tokens / MARGIN) == 1
+    assert steps(0.6 / 2 / tokens / MARGIN) == 0
+    assert steps(0.0, pass_seconds=0.22) == 1, "0.18 of the longer period"
     assert steps(0.0, pass_seconds=2.0) == 0
 
 
@@ -315,8 +317,11 @@ def test_what_is_worth_nothing_is_tried_now_and_then_for_half_a_percent(price):
 def test_later_drafts_are_tried_again_too():
     """The first is right all the time, the second was not once, and is now."""
     scheduler, speculation = with_head(0, 0, price=0.1)
-    speculation._chances = [1.0, 0.2, 1.0]
-    for number in range(4000):
+    for number in range(40):
+        verify(speculation, number, **{"0": 1, "1": 1})
+    speculation.fit()
+    assert scheduler.head_drafts.steps == 1
+    for number in range(40, 4000):
         speculation.fit()
         steps = scheduler.head_drafts.steps
         verify(speculation, number, offers=steps, **dict.fromkeys("01", steps))
@@ -324,10 +329,17 @@ def test_later_drafts_are_tried_again_too():
 
 
 def test_chances_are_those_of_each_draft_behind_right_ones():
-    _, speculation = with_head(3, 3)
-    for number in range(300):
-        verify(speculation, number, **{"0": 1, "1": 2 if number % 2 else 1})
-    first, second, third = speculation._chances
-    assert first == pytest.approx(1.0)
-    assert second == pytest.approx(0.25, abs=0.05)
-    assert third < 0.05
+    """The second is right in one of four passes, the third never."""
+    tokens = 2.25  # of a request in a pass
+
+    def steps(worth):
+        scheduler, drafting = with_head(3, 3, price=worth / 2 / tokens / MARGIN)
+        for number in range(300):
+            verify(drafting, number, **{"0": 1, "1": 2 if number % 2 else 1})
+        drafting.fit()
+        return scheduler.head_drafts.steps
+
+    assert steps(LEAST_WORTH) == 2
+    assert steps(0.2) == 2
+    assert steps(0.3) == 1
+    assert steps(0.9) == 1

@@ -81,12 +81,19 @@ def test_prompts_count_by_what_they_attend_to(engine):
     assert prices.chunk(700, 100) - prices.chunk(0, 100) == pytest.approx(7e-3, rel=0.02)
 
 
-def test_an_iteration_that_is_not_through_yet_does_not_count(engine):
+def test_an_iteration_that_is_not_through_yet_does_not_count(engine, monkeypatch):
+    counted = []
+    monkeypatch.setattr(engine.controller.times, "add", lambda loads, _: counted.append(loads[:2]))
     for i in range(3):
-        engine.expect(i, 16)
-    engine.stages[0].phase(Phase.FORWARD, 0, 0, 8 * MS, 16, 16)
+        engine.expect(i, 8 << i)
+    engine.stages[0].phase(Phase.FORWARD, 0, 0, 8 * MS, 8, 8)
     engine.poll()
-    assert [len(coming) for coming in engine.times._coming] == [2, 3]
+    for stage in engine.stages:
+        stage.phase(Phase.FORWARD, 1, 0, 8 * MS, 16, 16)
+    engine.poll()
+    first, second = counted
+    assert first == [Load(1, 8), Load()]
+    assert second == [Load(1, 16), Load(1, 8)], "the other stage says it of the one before"
 
 
 def test_prompts_do_not_count_for_k(engine):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.engine.scheduling.test_scheduler import configs, model  # noqa: F401
+from tests.engine.scheduling.test_scheduler import configs, model, preempt  # noqa: F401
 from tests.engine.scheduling.whole_engine import (
     LENGTH,
     SEATS,
@@ -144,8 +144,7 @@ def test_a_turn_that_ends_while_its_session_is_preempted_ends_with_all_its_token
     session = scheduler.requests["s"]
     while session.num_output_tokens < 1 or not session.num_in_flight_tokens:
         engine.step()
-    scheduler.running.remove(session)
-    scheduler._preempt_request(session, 0.0)
+    preempt(scheduler, session)
     second = []
     if waits == "a turn":
         second = engine.turn("s", 5, 3)

@@ -62,6 +62,17 @@ def until(tokens: list[int], stops: list[int]) -> list[int]:
     return tokens[: ends[0]] if ends else tokens
 
 
+class FollowedIterations(Iterations):
+    """The table of iterations, and the one that has begun last in :attr:`begun`."""
+
+    begun = None
+
+    def begin(self, *arguments, **options):
+        iteration = super().begin(*arguments, **options)
+        self.begun = iteration or self.begun
+        return iteration
+
+
 class Stage:
     """A stage and its sampler. ``drafts``: how many a request gets proposed at most."""
 
@@ -130,7 +141,7 @@ class WholeEngine(Engine):
         self.turns = config.max_concurrent_batches
         telemetry = Mock()
         telemetry.measured_times.return_value = None
-        self.iterations = Iterations(self.turns, LOGITS)
+        self.iterations = FollowedIterations(self.turns, LOGITS)
         self.tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
         self._stage = Stage(blocks, self.turns, drafts)
         self._drawn: dict[int, Sampled] = {}
@@ -206,7 +217,8 @@ class WholeEngine(Engine):
     def _publish(self, kind, number, *_, **__) -> None:
         """BIC-I: workers and samplers run each iteration when they have it."""
         if kind is Kind.SCHEDULE:
-            self._drawn[number] = self._stage.run(self.iterations._in_flight[number])
+            assert self.iterations.begun.number == number
+            self._drawn[number] = self._stage.run(self.iterations.begun)
 
     def _complete(self, batch) -> None:
         if not batch.num_scheduled_tokens:

@@ -151,14 +151,20 @@ def path(tmp_path_factory):
     return path
 
 
+def engine_config(path, *options, **settings):
+    """vLLM's configuration of an engine of the model at ``path``, with SiPipe's ``settings``."""
+    words = [str(path), "--max-model-len", "256", "--enforce-eager", *options]
+    args = arguments.parse_engine_args(words, {"samplers": 1, **settings})
+    return plugin.engine_config(arguments.AsyncEngineArgs.from_cli_args(args))
+
+
 @pytest.fixture
 def make(path, cache, monkeypatch):
     """The self-test of an engine with ``settings``, whose process with all layers is ``program``."""
 
     def made(program=None, *, options=(), stages=2, **settings):
-        words = [str(path), "-pp", str(stages), "--max-model-len", "256", "--enforce-eager"]
-        args = arguments.parse_engine_args([*words, *options], {"samplers": 1, **settings})
-        setup = decide(plugin.engine_config(arguments.AsyncEngineArgs.from_cli_args(args)))
+        config = engine_config(path, "-pp", str(stages), *options, **settings)
+        setup = decide(config)
         if program is not None:
             monkeypatch.setattr(
                 self_test, "PROGRAM", ("-m", "tests.engine.self_test.mute", program)
@@ -257,13 +263,19 @@ def scores(shift):
     ]
 
 
+def computed(monkeypatch, count):
+    """The process with all layers has answered so many prompts."""
+    reference = Reference(prompts=[[1]] * count, answers=scores(0.0))
+    monkeypatch.setattr(SelfTest, "_compute", lambda _: reference)
+
+
 @pytest.mark.parametrize(("shift", "right"), [(0.0, True), (1e-4, True), (0.1, False)])
 def test_a_difference_that_rounding_does_not_explain_ends_the_start(
     make, log, monkeypatch, shift, right
 ):
-    test = make("refuses", self_test="always", options=["--dtype", "float32"])
+    test = make(self_test="always", options=["--dtype", "float32"])
+    computed(monkeypatch, count=4)
     test.begin()
-    test._reference = Reference(prompts=[[1]] * 4, answers=scores(0.0))
     monkeypatch.setattr(SelfTest, "_of_stages", lambda *_: scores(shift))
     with (
         contextlib.nullcontext()
@@ -277,9 +289,10 @@ def test_a_difference_that_rounding_does_not_explain_ends_the_start(
     assert ("2 stages answer as one process does" in log()) == right
 
 
-def test_an_error_of_the_self_tests_own_ends_no_engine(make, log):
-    test = make("refuses", self_test="always")
-    test._reference = Reference(prompts=[[1]], answers=scores(0.0))
+def test_an_error_of_the_self_tests_own_ends_no_engine(make, log, monkeypatch):
+    test = make(self_test="always")
+    computed(monkeypatch, count=1)
+    test.begin()
     test.compare(None, ())  # there are no KV caches
     assert "have not been compared" in log()
 
@@ -298,8 +311,8 @@ def test_the_list_is_that_of_the_page():
     assert set(listed) == VERIFIED
 
 
-def test_another_implementation_of_a_verified_family_is_not(make, monkeypatch):
-    model = make(self_test="always")._model
+def test_another_implementation_of_a_verified_family_is_not(path, monkeypatch):
+    model = engine_config(path).model_config
     assert is_verified(model)
     monkeypatch.setitem(model.registry.models, "LlamaForCausalLM", None)
     assert not is_verified(model)

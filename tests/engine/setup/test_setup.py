@@ -60,7 +60,7 @@ def on_gpu(monkeypatch):
     [(None, (2, 1)), ((0, 0), (2, 1)), ((1, 0), (2, 1)), ((0, 1, 0, 1), (2, 2))],
 )
 def test_stages_may_share_gpus(on_gpu, devices, degrees):
-    deciding._check_devices(SiPipeConfig(devices=devices), *degrees)
+    deciding.check_devices(SiPipeConfig(devices=devices), *degrees)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_stages_may_share_gpus(on_gpu, devices, degrees):
 )
 def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees, word):
     with pytest.raises(ConfigError, match=word) as error:
-        deciding._check_devices(SiPipeConfig(devices=devices), *degrees)
+        deciding.check_devices(SiPipeConfig(devices=devices), *degrees)
     assert '"devices"' in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -90,7 +90,7 @@ def test_more_workers_than_gpus_are_refused_by_what_the_user_gave(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match=r"need \d GPUs on this host, .*\"devices\"") as error:
-        deciding._check_devices(SiPipeConfig(), *degrees)
+        deciding.check_devices(SiPipeConfig(), *degrees)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -117,10 +117,10 @@ def test_slices_are_counted_by_their_names_and_refused_by_the_variable(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = SiPipeConfig.from_dict(settings)
     if not said:
-        deciding._check_devices(config, *degrees)
+        deciding.check_devices(config, *degrees)
         return
     with pytest.raises(ConfigError) as error:
-        deciding._check_devices(config, *degrees)
+        deciding.check_devices(config, *degrees)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -261,31 +261,31 @@ def test_nixl_is_refused_where_it_can_join_nothing(monkeypatch, hosts, reach, sa
     monkeypatch.setattr(deciding, "nixl_reach", lambda: reach)
     config = SiPipeConfig(transport="nixl", hosts=HostSettings(**hosts))
     if says is None:
-        deciding._check_nixl(config)
+        deciding.check_nixl(config)
         return
     with pytest.raises(ConfigError, match=f'"transport" is "nixl".*{says}'):
-        deciding._check_nixl(config)
+        deciding.check_nixl(config)
 
 
 def test_cpus_have_no_devices():
     with pytest.raises(ConfigError, match="runs on CPUs"):
-        deciding._check_devices(SiPipeConfig(devices=(0, 0)), 2, 1)
+        deciding.check_devices(SiPipeConfig(devices=(0, 0)), 2, 1)
     with pytest.raises(ConfigError, match='"transport" is "cuda_ipc"'):
-        deciding._check_devices(SiPipeConfig(transport="cuda_ipc"), 2, 1)
+        deciding.check_devices(SiPipeConfig(transport="cuda_ipc"), 2, 1)
 
 
 def test_nodes_are_vllms_word(on_gpu, monkeypatch):
     monkeypatch.setattr(deciding, "get_auto_numa_nodes", lambda: [0, 0, 1, 1])
-    assert deciding._nodes((3, 0, 9)) == [1, 0, None]
+    assert deciding.numa_nodes((3, 0, 9)) == [1, 0, None]
     monkeypatch.setattr(deciding, "get_auto_numa_nodes", lambda: None)
-    assert deciding._nodes(range(2)) == [1, 0], "in a container that may not bind memory"
+    assert deciding.numa_nodes(range(2)) == [1, 0], "in a container that may not bind memory"
     deciding.current_platform.get_all_device_numa_nodes = lambda: None
-    assert deciding._nodes(range(2)) == [None, None]
+    assert deciding.numa_nodes(range(2)) == [None, None]
 
 
 def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
     monkeypatch.setattr(deciding, "get_auto_numa_nodes", lambda: 1 / 0)
-    assert deciding._nodes(range(2)) == [None, None]
+    assert deciding.numa_nodes(range(2)) == [None, None]
 
 
 def make_executor(monkeypatch, decided, pipeline):

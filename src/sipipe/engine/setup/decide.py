@@ -51,7 +51,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     # The devices and cores of this host, which all replicas share.
     replicas = vllm_config.replicas
     config = _with_devices(config, replicas * len(own_stages), parallel.tensor_parallel_size)
-    _check_nixl(config)
+    check_nixl(config)
     has_samplers = not reason and stages - 1 in own_stages
     plans = _plan_replicas(
         config,
@@ -96,7 +96,7 @@ def _plan_replicas(
             'several: leave it "auto", or "off"'
         )
     workers = stages * ranks
-    nodes = _nodes(config.devices or range(replicas * workers))
+    nodes = numa_nodes(config.devices or range(replicas * workers))
     return [
         plan_cores(
             share_of(this_machine(most=config.most_cores), replica, replicas),
@@ -115,13 +115,13 @@ def _with_devices(config: SiPipeConfig, stages: int, ranks: int) -> SiPipeConfig
     """``config`` with the devices of this host's workers, if SiPipe has to name them: a worker sees its
     own slice of a GPU only, so that its number has to say which. ``stages`` are those of all replicas.
     Raises ConfigError: workers cannot have the devices that the user names, or that there are."""
-    _check_devices(config, stages, ranks)
+    check_devices(config, stages, ranks)
     if config.devices is None and named_slices() and not current_platform.is_cpu():
         return msgspec.structs.replace(config, devices=tuple(range(stages * ranks)))
     return config
 
 
-def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
+def check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
     """Refuse devices that the workers of ``stages`` stages cannot have. Raises ConfigError."""
     if current_platform.is_cpu():
         _check_no_gpus(config)
@@ -179,7 +179,7 @@ def _check_named_gpus(devices: Sequence[int], workers: int, ranks: int) -> None:
             )
 
 
-def _check_nixl(config: SiPipeConfig) -> None:
+def check_nixl(config: SiPipeConfig) -> None:
     """Refuse links by NIXL where there can be none. Raises ConfigError, which names the setting."""
     if config.transport != "nixl":
         return
@@ -227,7 +227,7 @@ def _who_shows(count: int) -> str:
     return f"it shows {count}" if value is None else f'{VISIBLE}="{value}" shows {count}'
 
 
-def _nodes(devices: Sequence[int]) -> list[int | None]:
+def numa_nodes(devices: Sequence[int]) -> list[int | None]:
     """NUMA node of each worker's GPU; None where nothing is known of it."""
     unknown: list[int | None] = [None] * len(devices)
     # The number of a slice is not that of its GPU.

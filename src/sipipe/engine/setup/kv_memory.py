@@ -63,7 +63,7 @@ def share_kv_memory(
         _check_memory(nodes, named_bytes, cache.gpu_memory_utilization)
     size = named_bytes or planned
     if size and facts is not None:
-        _check_longest(vllm_config, max(layers) * facts.attention.kv_elements, size)
+        check_longest(vllm_config, max(layers) * facts.attention.kv_elements, size)
     return planned
 
 
@@ -102,7 +102,7 @@ def _check_memory(nodes: list[int], named_bytes: int | None, share: float) -> No
         )
 
 
-def _check_longest(vllm_config: VllmConfig, elements: int, size: int) -> None:
+def check_longest(vllm_config: VllmConfig, elements: int, size: int) -> None:
     """Refuse a ``--max-model-len`` of which one request has no room in the cache of the largest stage,
     of ``size`` bytes, where a token has so many ``elements``. Where layers keep less than all tokens,
     vLLM finds it out later. Raises ConfigError."""
