@@ -231,7 +231,7 @@ def test_generate_says_in_one_line_that_vllms_engine_does_not_start(monkeypatch)
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 
     monkeypatch.setattr(generate.AsyncLLM, "from_engine_args", fail)
-    run = generate._run(argparse.Namespace(), ["a"], None, False, lambda *_: None)
+    run = generate.complete(argparse.Namespace(), ["a"], None, False, lambda *_: None)
     with pytest.raises(SiPipeError, match="generate: Engine core initialization failed"):
         run.send(None)
 

@@ -14,6 +14,10 @@ from sipipe.engine.start.drain import EndedFirstError, drain_though_paused, tell
 class Engine(EngineCoreProc):
     """What vLLM's ``_handle_shutdown`` looks at, without an engine."""
 
+    def goes_on(self):
+        """True if the engine, which was told to end, does not end yet."""
+        return self._handle_shutdown()
+
     def __init__(self, state, timeout, *, sleeps=False):
         self.shutdown_state = EngineShutdownState.REQUESTED
         self.vllm_config = SimpleNamespace(shutdown_timeout=timeout)
@@ -44,7 +48,9 @@ class Engine(EngineCoreProc):
 
 @pytest.fixture(autouse=True)
 def mended(monkeypatch):
-    monkeypatch.setattr(EngineCoreProc, "_handle_shutdown", EngineCoreProc._handle_shutdown)
+    # Another is put in its place, and goes with this fixture.
+    own = EngineCoreProc._handle_shutdown  # noqa: SLF001
+    monkeypatch.setattr(EngineCoreProc, "_handle_shutdown", own)
     monkeypatch.setattr(AsyncLLM, "shutdown", AsyncLLM.shutdown)
     drain_though_paused()
     tell_left_over()
@@ -53,21 +59,21 @@ def mended(monkeypatch):
 @pytest.mark.parametrize("state", PauseState)
 def test_a_paused_engine_goes_on_with_its_requests_until_they_end(state):
     engine = Engine(state, 8)
-    assert engine._handle_shutdown(), "it has ended with a request"
+    assert engine.goes_on(), "it has ended with a request"
     assert engine.pause_state == PauseState.UNPAUSED
     engine.aborted = True  # it is done
-    assert not engine._handle_shutdown()
+    assert not engine.goes_on()
 
 
 def test_one_without_weights_aborts_them_and_tells_their_clients():
     engine = Engine(PauseState.PAUSED_ALL, 8, sleeps=True)
-    assert not engine._handle_shutdown()
+    assert not engine.goes_on()
     assert engine.sent == ["r"]
 
 
 def test_without_time_vllm_aborts_them():
     engine = Engine(PauseState.PAUSED_ALL, 0)
-    assert not engine._handle_shutdown()
+    assert not engine.goes_on()
     assert engine.sent == ["r"]
 
 

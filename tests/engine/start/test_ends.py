@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -38,16 +39,33 @@ def _die(number):
 def started(monkeypatch):
     """Makes a manager of a process that runs ``target``."""
     monkeypatch.setattr(utils, "shutdown", lambda processes, timeout=None: None)
+    monkeypatch.setattr(utils.numa_utils, "configure_subprocess", lambda *_, **__: nullcontext())
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    parallel = SimpleNamespace(data_parallel_size=1, assigned_physical_gpu_ids=None, use_ray=False)
+    vllm_config = SimpleNamespace(shutdown_timeout=0, parallel_config=parallel)
 
     def start(target, *args):
-        manager = EngineProcesses.__new__(EngineProcesses)
-        context = multiprocessing.get_context("fork")
-        process = context.Process(target=target, args=args, name="EngineCore")
-        process.start()
-        manager.processes = [process]
-        manager.manager_stopped = multiprocessing.Event()
-        manager._finalizer = SimpleNamespace(detach=lambda: None)
-        return manager, process
+        made = multiprocessing.Event()
+
+        def run(**_):
+            made.wait(
+                60
+            )  # the manager looks for processes that have ended, when it has started them
+            target(*args)
+
+        monkeypatch.setattr(core.EngineCoreProc, "run_engine_core", run)
+        manager = EngineProcesses(
+            local_engine_count=1,
+            start_index=0,
+            local_start_index=0,
+            vllm_config=vllm_config,
+            local_client=True,
+            handshake_address="",
+            executor_class=object,
+            log_stats=False,
+        )
+        made.set()
+        return manager, manager.processes[0]
 
     return start
 

@@ -23,31 +23,45 @@ from sipipe.engine.start.sessions import end_turns_with_their_session
 
 @pytest.fixture
 def front(monkeypatch):
-    """Of an ``AsyncLLM``, what a session asks for; ``turns`` are those that it took."""
+    """A front end, whose methods that SiPipe replaces are vLLM's again after the test."""
     for name in ("_add_streaming_input_request", "add_request"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
 
-    async def tasks():
+    return Front()
+
+
+class Front(AsyncLLM):
+    """An ``AsyncLLM`` without an engine, as far as sessions ask for it; ``turns`` are those that it
+    took."""
+
+    errored = False
+
+    def __init__(self):
+        self.turns = []
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(kv_sharing_fast_prefill=False)
+        )
+        self.model_config = SimpleNamespace(is_encoder_decoder=False)
+        self.input_processor = SimpleNamespace(
+            process_inputs=lambda request_id, prompt, *_, **__: SimpleNamespace(
+                request_id=request_id, prompt_embeds=None, prompt=prompt
+            ),
+            assign_request_id=Mock(),
+        )
+        self.output_processor = SimpleNamespace(external_req_ids={})
+
+    async def get_supported_tasks(self):
         return ("generate",)
 
-    async def add(request, *_):
-        made.turns.append(request)
+    async def _add_request(self, request, *_):
+        self.turns.append(request)
 
-    def process(request_id, prompt, **_):
-        return SimpleNamespace(request_id=request_id, prompt_embeds=None, prompt=prompt)
+    def _run_output_handler(self):
+        pass
 
-    made = SimpleNamespace(
-        turns=[],
-        _validate_streaming_input_sampling_params=Mock(),
-        get_supported_tasks=tasks,
-        input_processor=SimpleNamespace(process_inputs=process, assign_request_id=Mock()),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
-        _run_output_handler=Mock(),
-        _add_request=add,
-        output_processor=SimpleNamespace(external_req_ids={}),
-    )
-    return made
+    def shutdown(self, timeout=None):
+        pass
 
 
 def output(reason, *tokens):
@@ -74,7 +88,7 @@ def test_no_turn_is_taken_behind_the_abort_of_a_session_and_nothing_is_added_to_
 
     async def main():
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
-        outputs = await AsyncLLM._add_streaming_input_request(front, "s", turns(), params)
+        outputs = await front.add_request("s", turns(), params)
         await asyncio.sleep(0)
         outputs.put(output(None, 5))
         outputs.put(output("abort"))

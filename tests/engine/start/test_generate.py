@@ -45,7 +45,7 @@ def run(monkeypatch):
 
     def answered(texts, show=lambda *_: None, *, chat=False):
         try:
-            return asyncio.run(generate._run(None, texts, None, chat, show)), engine.told
+            return asyncio.run(generate.complete(None, texts, None, chat, show)), engine.told
         finally:
             assert engine.ended
 

@@ -282,7 +282,7 @@ def test_a_prompt_is_too_long_only_where_every_layer_keeps_it(kind):
     )
     refused = pytest.raises(ConfigError, match="--max-model-len 1024")
     with refused if kind == "decoder" else nullcontext():
-        kv_memory._check_longest(config, elements=1 << 10, size=1 << 20)
+        kv_memory.check_longest(config, elements=1 << 10, size=1 << 20)
 
 
 def by_sipipe(model, *argv):

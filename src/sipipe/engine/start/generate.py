@@ -84,7 +84,7 @@ def generate(
     else:
         announce(decide(vllm_config))
     with own_sockets():
-        return asyncio.run(_run(engine_args(args), texts, params, chat, show))
+        return asyncio.run(complete(engine_args(args), texts, params, chat, show))
 
 
 def _messages(vllm_config: Any, texts: Sequence[str]) -> list[str]:
@@ -97,7 +97,7 @@ def _messages(vllm_config: Any, texts: Sequence[str]) -> list[str]:
         raise ConfigError(f"generate: --chat: {' '.join(str(error).split())}") from None
 
 
-async def _run(
+async def complete(
     arguments: AsyncEngineArgs,
     texts: Sequence[str],
     params: SamplingParams,
