@@ -127,7 +127,7 @@ def emulated(
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
         trace = settings.setdefault("trace", str(Path(scratch) / "trace"))
         result = _run(made, own, settings, rest, Path(scratch))
-        loads = _figures(read_trace(trace), result)
+        loads = figures_of_loads(read_trace(trace), result)
     profile = msgspec.to_builtins(made.profile)
     return made, {"job": vars(own), "machine": machine(), "profile": profile, "loads": loads}
 
@@ -192,7 +192,7 @@ def emulate(made: Emulation, model: Path, *, narrow: bool) -> None:
     os.environ["EMULATED_PROFILE"] = str(profile)
 
 
-def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
+def figures_of_loads(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each load, the part in which all its requests decode; all of it where none does."""
     keys = ("spans", "busy", "waited", "ttft")
     return [

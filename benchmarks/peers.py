@@ -119,7 +119,7 @@ def environment() -> Path:
     ready = PLACE / "venv" / f"{OPENVINO}.installed"
     if not ready.exists():
         venv.create(PLACE / "venv", with_pip=True, clear=True)
-        _run([str(binaries / "python"), "-m", "pip", "install", "--quiet", *TOOLS, OPENVINO])
+        run_step([str(binaries / "python"), "-m", "pip", "install", "--quiet", *TOOLS, OPENVINO])
         ready.touch()
     return binaries
 
@@ -129,7 +129,7 @@ def sources() -> Path:
     folder = PLACE / LLAMA_CPP.replace("==", "-").replace("-", "_", 2) / "vendor" / "llama.cpp"
     if not folder.exists():
         pip = [str(environment() / "python"), "-m", "pip", "download", "--quiet", "--no-deps"]
-        _run([*pip, "--no-binary", ":all:", "--dest", str(PLACE), LLAMA_CPP])
+        run_step([*pip, "--no-binary", ":all:", "--dest", str(PLACE), LLAMA_CPP])
         with tarfile.open(next(PLACE.glob("llama_cpp_python*.tar.gz"))) as archive:
             archive.extractall(PLACE, filter="data")
     return folder
@@ -142,7 +142,7 @@ def converted(model: str) -> Path:
         partial = file.with_suffix(".part")
         program = str(sources() / "convert_hf_to_gguf.py")
         # With this environment's torch and transformers, which the peers' has not.
-        _run([sys.executable, program, model, "--outtype", "f16", "--outfile", str(partial)])
+        run_step([sys.executable, program, model, "--outtype", "f16", "--outfile", str(partial)])
         partial.rename(file)
     return file
 
@@ -156,8 +156,8 @@ def llama_cpp(gguf: Path, requests: int) -> dict[str, Any]:
         off = [f"-D{part}=OFF" for part in
                ("LLAMA_CURL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "BUILD_SHARED_LIBS")]  # fmt: skip
         how = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *off]
-        _run(["cmake", "-B", "build", "-G", "Ninja", *how], cwd=folder, path=path)
-        _run(["cmake", "--build", "build", "--target", "llama-server"], cwd=folder, path=path)
+        run_step(["cmake", "-B", "build", "-G", "Ninja", *how], cwd=folder, path=path)
+        run_step(["cmake", "--build", "build", "--target", "llama-server"], cwd=folder, path=path)
     cores = str(len(os.sched_getaffinity(0)))
     words = [str(binary), "-m", str(gguf), "--alias", gguf.stem, "-t", cores, "-tb", cores]
     words += ["-np", str(requests), "-c", str(requests * LONGEST), "-b", "2048", "-ub", "512"]
@@ -181,7 +181,7 @@ def openvino(gguf: Path, settings: list[tuple[str, str, int]]) -> list[float]:
     return figures
 
 
-def _run(command: list[str], cwd: Path | None = None, path: str = "") -> None:
+def run_step(command: list[str], cwd: Path | None = None, path: str = "") -> None:
     """Run a step of the installation. Raises SiPipeError: it failed."""
     print("peers:", " ".join(command), file=sys.stderr, flush=True)
     PLACE.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,7 @@ def shown(value: Any) -> str:
 def measured_by() -> str:
     """A sentence that says when, with what, where and by which command the figures were measured."""
     results = [kept(name) for name in names()]
-    of_campaign = [result for result in results if not _elsewhere(result)]
+    of_campaign = [result for result in results if not is_from_elsewhere(result)]
     dates = sorted(result["machine"]["date"] for result in of_campaign)
     if not dates:
         return "Nothing is measured yet."
@@ -138,7 +138,7 @@ def measured_by() -> str:
     )
 
 
-def _elsewhere(result: Mapping[str, Any]) -> bool:
+def is_from_elsewhere(result: Mapping[str, Any]) -> bool:
     """Whether a result is of a machine that the campaign does not have: one with a GPU, or named so."""
     return bool(result["machine"].get("gpus") or result.get("elsewhere"))
 
@@ -157,7 +157,7 @@ def _index(*, elsewhere: bool) -> str:
     lines = ["| result | what it is | command | date | commit |", "| --- | --- | --- | --- | --- |"]
     for name in names():
         result = kept(name)
-        if _elsewhere(result) == elsewhere:
+        if is_from_elsewhere(result) == elsewhere:
             machine = result["machine"]
             title = f"{result['title']}. {_hardware(result)}" if elsewhere else result["title"]
             cells = [f"[{name}]({name}.json)", title, f"`{result['command']}`"]
@@ -184,7 +184,7 @@ def _source(name: str) -> str:
     result = kept(name)
     machine = result["machine"]
     parts = [f"{result['title']}{'; ' if result['note'] else ''}{result['note']}.".rstrip(".")]
-    if _elsewhere(result) or len(_commits()) > 1:  # otherwise the page says it once
+    if is_from_elsewhere(result) or len(_commits()) > 1:  # otherwise the page says it once
         parts += [_hardware(result)]
         parts += [f"vLLM {_vllm(result)}"] if _vllm(result) else []
         parts += [machine["date"], f"commit {machine['commit']}"]
@@ -194,7 +194,11 @@ def _source(name: str) -> str:
 
 def _commits() -> set[str]:
     """Commits at which the campaign's figures were measured: one, once it has run whole."""
-    return {result["machine"]["commit"] for result in map(kept, names()) if not _elsewhere(result)}
+    return {
+        result["machine"]["commit"]
+        for result in map(kept, names())
+        if not is_from_elsewhere(result)
+    }
 
 
 def _goals() -> str:

@@ -79,14 +79,15 @@ def answered(
     return runs
 
 
-def _driven(job: dict[str, Any]) -> dict[str, Any]:
+def drive(job: dict[str, Any]) -> dict[str, Any]:
+    """Send every load of ``job``, which :func:`answered` makes, to every server, in turn."""
     loads = [Load(**load) for load in job["loads"]]
     names = list(job["servers"])
     started = {name: _started(**job["servers"][name]) for name in names}
     for process, url in started.values():
-        client._wait(url, process, None)
+        client.wait_until_served(url, process, None)
     clients = {
-        (name, load.name): client._Client(_asked(job["model"], load), url)
+        (name, load.name): client.Client(_asked(job["model"], load), url)
         for name, (_, url) in started.items()
         for load in loads
     }
@@ -128,7 +129,7 @@ def _asked(model: str, load: Load) -> client.Job:
     )
 
 
-def _sent(to: client._Client, load: Load, requests: int, seed: int) -> dict[str, Any]:
+def _sent(to: client.Client, load: Load, requests: int, seed: int) -> dict[str, Any]:
     mix = client.SAMPLING[load.sampling]
     return to.run(mix, requests, 0, seed, load.rate)
 
@@ -151,4 +152,4 @@ def _started(
 
 
 if __name__ == "__main__":
-    answer(_driven)
+    answer(drive)

@@ -12,7 +12,7 @@ from benchmarks.harness import spread
 
 def test_every_kept_result_of_this_machine_is_measured_by_the_campaign():
     measured = {name for benchmark in CAMPAIGN_OF for name in benchmark.results}
-    kept = {name for name in results.names() if not results._elsewhere(results.kept(name))}
+    kept = {name for name in results.names() if not results.is_from_elsewhere(results.kept(name))}
     asked = {name for benchmark in ASKED for name in benchmark.results}
     assert kept - asked == measured
     assert len({benchmark.name for benchmark in CAMPAIGN_OF}) == len(CAMPAIGN_OF)

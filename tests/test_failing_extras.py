@@ -1,5 +1,6 @@
 """Each thing that only saves time, or shows figures, fails: what it is for goes on."""
 
+import queue
 import struct
 from types import SimpleNamespace
 
@@ -12,11 +13,13 @@ from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.observed_scheduler import observed
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
-from sipipe.observe.format import Header
+from sipipe.observe import metrics
+from sipipe.observe.format import PACK, Header
 from sipipe.observe.live import LivePage, PageHeader, Word
 from sipipe.observe.metrics import Collector, Publisher
 from sipipe.observe.phases import Phase
-from sipipe.observe.recorder import Recorder
+from sipipe.observe.recorder import open_recorder
+from sipipe.tools.report.reader import read_trace
 
 TOO_LARGE = 1 << 70
 
@@ -36,24 +39,38 @@ def test_a_figure_that_is_too_large_is_left_out():
 
 
 def test_a_record_that_cannot_be_packed_is_left_out(tmp_path):
-    recorder = Recorder(Header(role="executor", index=0, rank=0), tmp_path / "trace")
     with pytest.raises(struct.error):
-        recorder._append_record(Phase.GATHER, 0, -1, 0, 1, 1, 1)
+        PACK.pack(0, 1, 0, 1, 1, Phase.GATHER, -1, 0)
+    recorder = open_recorder(tmp_path, Header(role="executor"))
     recorder.record(Phase.GATHER, 0, -1, 0, 1)
     recorder.record(Phase.GATHER, 0, 0, 0, 1)
-    assert len(recorder._records) == 1
     recorder.close()
+    (process,) = read_trace(tmp_path).of("executor")
+    assert process.records["slot"].tolist() == [0]
 
 
 def test_metrics_that_cannot_be_read_are_left_out(monkeypatch):
     collector = Collector()
     monkeypatch.setattr(collector, "_collect", raising)
     assert list(collector.collect()) == []
+
+
+def test_metrics_that_cannot_be_published_are_left_out(monkeypatch):
+    """Those of the next second are published again."""
+    tries = queue.SimpleQueue()
+
+    def publish():
+        tries.put(1)
+        raise np.linalg.LinAlgError("singular matrix")
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    monkeypatch.setattr(metrics, "INTERVAL", 0.01)
     publisher = Publisher(LivePage.create(PageHeader(stages=1, samplers=1)))
-    monkeypatch.setattr(publisher, "_publish", raising)
-    stops = iter([False, False, True])
-    monkeypatch.setattr(publisher._stop, "wait", lambda _: next(stops))
-    publisher._run()
+    monkeypatch.setattr(publisher, "publish", publish)
+    publisher.start()
+    for _ in range(2):
+        tries.get(timeout=60)
+    publisher.close()
 
 
 def test_a_controller_whose_times_fail_chooses_as_before(monkeypatch):
@@ -102,6 +119,10 @@ def test_an_arrival_at_no_time_ends_nothing():
         def get_request_counts(self):
             return 1, 0
 
+        def schedule(self):
+            new = SimpleNamespace(req_id="a", sampling_params=SimpleNamespace())
+            return SimpleNamespace(total_num_scheduled_tokens=1, scheduled_new_reqs=[new])
+
         def update_from_output(self, *_):
             return {}
 
@@ -109,6 +130,6 @@ def test_an_arrival_at_no_time_ends_nothing():
     live = SimpleNamespace(set=lambda *_: None, add=lambda *word: words.append(word))
     figures = SimpleNamespace(live=live, record=lambda *_: None, idle=lambda *_: None)
     scheduler = observed(Scheduler, Iterations(2, 8), figures, None)()
-    scheduler._tokenless = {"a"}
+    output = scheduler.schedule()
     drawn = SimpleNamespace(req_id_to_index={"a": 0}, sampled_token_ids=[[5]])
-    assert scheduler.update_from_output(SimpleNamespace(), drawn) == {}
+    assert scheduler.update_from_output(output, drawn) == {}

@@ -312,7 +312,7 @@ def test_many_streams_and_an_engine_that_hangs_do_not_hold_up_health():
         body = {"prompt": [1], "stream": True, "act": "stay"}
         async with contextlib.AsyncExitStack() as open_ones:
             many = aiohttp.TCPConnector(limit=0)
-            session = aiohttp.ClientSession(running.session._base_url, connector=many)
+            session = aiohttp.ClientSession(f"http://127.0.0.1:{running.port}", connector=many)
             await open_ones.enter_async_context(session)
             for _ in range(101):  # aiohttp has a hundred connections unless it is told
                 stream = session.post("/v1/completions", json=body)

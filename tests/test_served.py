@@ -70,14 +70,14 @@ def test_every_server_gets_every_load_in_turn_and_they_change_places(monkeypatch
             sent.append((self.name, count, seed, rate))
             return {"output_throughput": float(count)}
 
-    monkeypatch.setattr(side_by_side.client, "_Client", Client)
-    monkeypatch.setattr(side_by_side.client, "_wait", lambda *_: None)
+    monkeypatch.setattr(side_by_side.client, "Client", Client)
+    monkeypatch.setattr(side_by_side.client, "wait_until_served", lambda *_: None)
     monkeypatch.setattr(side_by_side, "SPIN", 0.0)
     one = Load("one", "greedy", 7, 0.0, [], repeat=2, learnt=5)
     two = Load("two", "chat", 9, 4.0, [])
     servers = {name: {"command": [], "env": {}, "url": name} for name in ("a", "b")}
     job = {"servers": servers, "model": "m", "loads": [one._asdict(), two._asdict()], "first": 100}
-    runs = side_by_side._driven(job)["runs"]
+    runs = side_by_side.drive(job)["runs"]
     assert sorted(sent[:4]) == [(n, 3, 100, r) for n in ("a", "b") for r in (0.0, 4.0)]
     assert sent[4:] == [
         ("a", 5, 100, 0.0),
@@ -109,7 +109,7 @@ def test_peers_are_compared_with_sipipes_one_stage():
 def test_a_peer_that_is_there_is_not_built_again(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "PLACE", tmp_path)
     ran = []
-    monkeypatch.setattr(peers, "_run", lambda command, **_: ran.append(command))
+    monkeypatch.setattr(peers, "run_step", lambda command, **_: ran.append(command))
     binary = tmp_path / "llama_cpp_python-0.3.36/vendor/llama.cpp/build/bin/llama-server"
     binary.parent.mkdir(parents=True)
     binary.touch()
@@ -132,7 +132,7 @@ def test_a_step_of_an_installation_that_fails_is_named(tmp_path, monkeypatch):
         contextlib.redirect_stderr(io.StringIO()),
         pytest.raises(SiPipeError, match="no-such-program"),
     ):
-        peers._run(["no-such-program", "x"])
+        peers.run_step(["no-such-program", "x"])
 
 
 def test_openvino_is_asked_for_the_same_loads(monkeypatch, tmp_path):

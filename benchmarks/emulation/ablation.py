@@ -94,7 +94,7 @@ def ablate(argv: Sequence[str]) -> int:
             if time.monotonic() > end:
                 left += 1
                 continue
-            known = {"commit": commit} | _measured(*pipeline, engine)
+            known = {"commit": commit} | measure(*pipeline, engine)
             print(f"{name}: {known['tokens_per_s']:,.0f} tokens/s, {known['waited']:.2f} waited")
             if known["waited"] > WAITED:
                 print(f"VOID: {WAITED} threads or more waited for a core: devices are late")
@@ -143,7 +143,8 @@ def _title(profile: str, p: int, slow: int) -> str:
     return f"{profile} --pp {p}" + (f" --slow-motion {slow}" if slow > 1 else "")
 
 
-def _measured(profile: str, p: int, slow: int, engine: str) -> dict[str, Any]:
+def measure(profile: str, p: int, slow: int, engine: str) -> dict[str, Any]:
+    """Figures of the load on ``p`` stages of an emulated ``profile``, slowed down ``slow`` times."""
     argv = f"--profile {profile} --pp {p} --slow-motion {slow} {LOAD}".split()
     words, settings = of(engine, p)
     load = emulated([*argv, *words], settings, STOCK)[1]["loads"][0]

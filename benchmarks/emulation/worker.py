@@ -221,7 +221,8 @@ class EmulatedWorker(WorkerBase):
     """This stage's part of the output projection, beside its forward passes."""
 
     def init_device(self) -> None:
-        parallel_state._PP = PipelineStandIn(self.place)
+        # vLLM makes it of processes alone, and its scheduler's side asks it for the stage.
+        parallel_state._PP = PipelineStandIn(self.place)  # noqa: SLF001
         self.device = torch.device("cpu")
         torch.set_num_threads(1)
 

@@ -63,7 +63,7 @@ def live(scenario, configured, report, result):
         nursery.close()
     except BaseException:
         said["shutdown"] = traceback.format_exc()[-3000:]
-    multiprocessing.util._exit_function()  # as in the process that vLLM starts its core in
+    _run_finalizers()
     said["ended"] = time.monotonic()
     _write(result, said)
     os._exit(1 if said["error"] else 0)
@@ -157,7 +157,7 @@ def _other_host(scenario, configured, report):
     except Exception as error:
         print(f"sipipe: {error}", flush=True)
     finally:
-        multiprocessing.util._exit_function()
+        _run_finalizers()
         os._exit(status)
 
 
@@ -246,8 +246,15 @@ def _serve(core, scenario, said, report):
         time.sleep(0.02)
 
 
+def _run_finalizers():
+    """Do what :mod:`multiprocessing` does at the end of a process that it has started, as it has vLLM's
+    core, and as no fork of a test's own has it done."""
+    multiprocessing.util._exit_function()  # noqa: SLF001
+
+
 def _children(core):
-    return core.model_executor._pipeline._host._children._children if core is not None else {}
+    """The engine's processes by name, to be killed and stopped by a fault."""
+    return core.model_executor._pipeline._host._children._children if core is not None else {}  # noqa: SLF001
 
 
 def _outside(core, fault, report):

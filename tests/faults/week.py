@@ -109,8 +109,14 @@ class Week:
         known = self._known[number % STREAMS]
         params = known.sampling_params.clone()
         params.max_tokens = length = min(params.max_tokens, self._chances.choice(LENGTHS))
-        more = {"pooling_params": None, "block_hasher": known._block_hasher}
-        request = Request(str(number), known.prompt_token_ids, params, **more)
+        request = Request(
+            str(number),
+            known.prompt_token_ids,
+            params,
+            pooling_params=None,
+            # That of all requests for these blocks, which a request does not show.
+            block_hasher=known._block_hasher,  # noqa: SLF001
+        )
         ends = self._chances.randrange(length) if self._chances.random() < 0.1 else -1
         expected = self._asked["expected"][known.request_id][:length]
         self._live[request.request_id] = [request, expected, [], ends]

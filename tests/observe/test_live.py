@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_another_process_writes_and_is_seen(page):
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_root_opens_no_page_of_another_user(page):
     assert page.header.run in {found.header.run for found in find()}
-    os.fchown(page._descriptor, 12345, 12345)
+    os.chown(page.path, 12345, 12345)
     assert page.header.created_ns not in {found.header.created_ns for found in find()}
     with pytest.raises(TraceError, match="another user"):
         LivePage.attach(page.path)
@@ -79,7 +80,9 @@ def test_pages_are_found_by_run_and_by_process(page):
 
 def test_a_page_is_found_beside_what_is_none_and_what_closes_meanwhile(page, monkeypatch):
     damaged = LivePage.create(page.header)
-    damaged._memory[8:9] = b"?"  # its header is being written, or another version's
+    with open(damaged.path, "r+b") as file:
+        file.seek(8)
+        file.write(b"?")  # its header is being written, or another version's
     with pytest.raises(TraceError, match="statistics page /proc/"):
         LivePage.attach(damaged.path)
     unfinished = os.memfd_create("sipipe-live")
@@ -92,7 +95,7 @@ def test_a_page_is_found_beside_what_is_none_and_what_closes_meanwhile(page, mon
         return read(link)
 
     # The page's own descriptor is the last one, and those before it are in the way.
-    last = os.dup(page._descriptor)
+    last = os.dup(int(Path(page.path).name))
     monkeypatch.setattr(os, "readlink", readlink)
     found = find(pid=os.getpid())
     monkeypatch.undo()

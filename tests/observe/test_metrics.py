@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,13 +78,17 @@ def test_a_new_engine_is_found_when_the_old_one_has_gone(registry):
 
 
 def test_registering_twice_is_harmless(monkeypatch):
+    """prometheus_client would refuse the second collector, or show all figures twice."""
     from sipipe.observe import metrics
 
+    registry = Mock()
     monkeypatch.setattr(metrics, "_registered", None)
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     register()
     register()
-    assert metrics._registered is not None
-    prometheus_client.REGISTRY.unregister(metrics._registered)
+    [call] = registry.register.call_args_list
+    assert isinstance(call.args[0], Collector)
 
 
 def test_several_api_servers(tmp_path):

@@ -337,7 +337,7 @@ def test_its_thread_begins_with_the_first_record(tmp_path):
     recorder = open_recorder(tmp_path, Header(role="executor"))
     assert spillers() == before
     recorder.record(Phase.IDLE, 0, 0, 1, 2)
-    assert spillers() == [*before, recorder._spiller]
+    assert len(spillers()) == len(before) + 1
     recorder.close()
     assert spillers() == before
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 
 from sipipe.messages.params import SequenceParams
@@ -75,3 +77,13 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def memory_kept(action) -> int:
+    """Bytes that Python and NumPy have after ``action`` and had not before."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    action()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return after - before

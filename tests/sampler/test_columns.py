@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampler.support import memory_kept
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams
@@ -142,9 +143,12 @@ def test_memory_is_of_distinct_tokens_only() -> None:
     """B 1,024 with 128 K-token texts (5,000 distinct tokens each): megabytes."""
     columns = SequenceColumns(150_000)
     text = np.random.default_rng(0).zipf(1.3, 131_072) % 5000
-    for handle in range(8):
-        columns.join(handle, SequenceParams(repetition_penalty=1.1), text)
-    assert sum(array.nbytes for array in columns._seen.tables[:3]) / 8 * 1024 < 200e6
+
+    def join() -> None:
+        for handle in range(8):
+            columns.join(handle, SequenceParams(repetition_penalty=1.1), text)
+
+    assert memory_kept(join) / 8 * 1024 < 200e6
 
 
 def test_a_sequence_that_leaves_leaves_no_seen_tokens() -> None:
@@ -152,17 +156,13 @@ def test_a_sequence_that_leaves_leaves_no_seen_tokens() -> None:
     columns = SequenceColumns(1000)
     params = SequenceParams(repetition_penalty=1.1)
 
-    def sizes() -> list[int]:
-        return [array.nbytes for array in columns._seen.tables]
+    def come_and_go(handles: range) -> None:
+        for handle in handles:
+            columns.join(handle, params, list(range(600)), [1, 2])
+            columns.leave(handle)
 
-    columns.join(0, params, list(range(600)), [1, 2])
-    columns.leave(0)
-    once = sizes()
-    for handle in range(1, 200):
-        columns.join(handle, params, list(range(600)), [1, 2])
-        columns.leave(handle)
-    assert sizes() == once
-    assert not columns._seen.tables.room.any()
+    come_and_go(range(1))
+    assert memory_kept(lambda: come_and_go(range(1, 200))) < 100_000, "their texts are 500 KB"
 
 
 def contents(tables: SeenTables, request: int) -> dict[int, int]:

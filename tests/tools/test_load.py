@@ -124,7 +124,9 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
         assert not [key for run in runs for key in run if "itl" in key or "e2el" in key]
         assert all(run["span"][1] - run["span"][0] >= run["duration"] for run in runs)
     assert found["kv_tokens"] == 1600
-    assert found["answers"] == [prompt[:2] for prompt in load._prompts(16)]
+    (greedy,) = (body for body in Server.asked if "return_token_ids" in body)
+    assert len(greedy["prompt"]) == 16
+    assert found["answers"] == [prompt[:2] for prompt in greedy["prompt"]]
     assert found["draws"]["draws"] == 512
     streamed = [body for body in Server.asked if body.get("stream")]
     assert {body["temperature"] for body in streamed} == {0, 2.0}
@@ -236,4 +238,4 @@ def test_a_process_without_a_command_line_has_its_memory_told():
 
 def test_an_address_without_a_port_is_one_line():
     with pytest.raises(SiPipeError, match=r"^no server answers at http://host:abc$"):
-        load._wait("http://host:abc", None, None)
+        load.wait_until_served("http://host:abc", None, None)

@@ -80,7 +80,7 @@ def run(job: Job) -> dict[str, Any]:
 
     Returns a JSON object:
         ``startup_s``: seconds until the server answers; ``wall_s``: with all loads.
-        ``runs``: results of :meth:`_Client.run`, one a repetition, by mix, number of requests, prompt
+        ``runs``: results of :meth:`Client.run`, one a repetition, by mix, number of requests, prompt
         tokens and rate, such as ``"all 64 prompt=8192 rate=2.0"`` (without what is 0).
         ``kv_tokens``: tokens that the KV cache holds; None where the server does not say.
         ``memory_mib``: memory by process, a shared page in equal parts.
@@ -112,9 +112,9 @@ def run(job: Job) -> dict[str, Any]:
         )
     try:
         importlib.import_module("vllm.benchmarks.serve")  # seconds, while the server starts
-        _wait(url, server, log)
+        wait_until_served(url, server, log)
         result: dict[str, Any] = {"startup_s": time.monotonic() - began}
-        client = _Client(job, url)
+        client = Client(job, url)
         # Each run has prompts of its own, the same for every row: a server that was there may cache.
         first = job.start * (job.repeat * len(job.loads) + 1)
         for params in list(job.mixes.values())[1:]:
@@ -165,7 +165,7 @@ def _read(log: int) -> str:
     return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
 
 
-def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> None:
+def wait_until_served(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> None:
     """Wait until the server answers.
 
     Raises ConfigError: it refused an option. SiPipeError: it ended, or did not answer within
@@ -194,7 +194,7 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
     raise SiPipeError(f"no server answers at {url}")
 
 
-class _Client:
+class Client:
     """``vllm bench serve``, called as a function: its imports cost seconds."""
 
     def __init__(self, job: Job, url: str) -> None:

@@ -24,7 +24,7 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
         place = list(ablation.ENGINES).index(engine)
         return {"tokens_per_s": 100.0 * 2**place, "waited": waited, "busy_share": [1.0]}
 
-    monkeypatch.setattr(ablation, "_measured", measured)
+    monkeypatch.setattr(ablation, "measure", measured)
     monkeypatch.setattr(ablation, "machine", lambda: {"commit": "1234567"})
     assert ablation.ablate(["--pp 4"]) == 1
     assert "VOID" in capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_figures_of_changed_files_are_measured_again(tmp_path, monkeypatch):
         started.append(engine)
         return {"tokens_per_s": 1.0, "waited": 0.0, "busy_share": [1.0]}
 
-    monkeypatch.setattr(ablation, "_measured", measured)
+    monkeypatch.setattr(ablation, "measure", measured)
     counts = []
     for commit in ("1234567+", "1234567+", "1234567", "1234567", "7654321"):
         monkeypatch.setattr(ablation, "machine", lambda commit=commit: {"commit": commit})
@@ -119,6 +119,6 @@ def test_a_pipeline_like_vllms_draws_on_the_emulated_device(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(ablation, "LOAD", "--requests 8 --prompt-tokens 20 --tokens 60")
     whole, stock = (
-        ablation._measured("qwen3-4b-2xl40s", 2, 4, engine) for engine in ("+ p + 1", "vLLM-like")
+        ablation.measure("qwen3-4b-2xl40s", 2, 4, engine) for engine in ("+ p + 1", "vLLM-like")
     )
     assert min(whole["tokens_per_s"], stock["tokens_per_s"]) > 0

@@ -44,7 +44,7 @@ def test_the_steady_part_is_what_counts(tmp_path):
         "tokens": 200,
         "spans": {"a": spans[:1], "b": spans[1:]},
     }
-    loads = emulate._figures(trace, result)
+    loads = emulate.figures_of_loads(trace, result)
     assert (loads[1]["busy"], loads[1]["waited"]) == (0.5, 0.2)
     found = loads[0]
     assert found["busy"] == 0.25
@@ -55,7 +55,7 @@ def test_the_steady_part_is_what_counts(tmp_path):
     assert all(0.5 < share <= 1 for share in found["busy_share"])
     assert 0 < found["turnaround_ms"]["p50"] <= found["turnaround_ms"]["p99"]
     assert found["ttft_p50"] == 0.4
-    prompts = emulate._figures(trace, result | {"tokens": 1})
+    prompts = emulate.figures_of_loads(trace, result | {"tokens": 1})
     assert [load["ttft_p50"] for load in prompts] == [0.4, 1.0], "nothing decodes: all of it counts"
     assert prompts[0]["iterations"] == 400
     assert all(0.5 < share <= 1 for share in prompts[0]["busy_share"])
