@@ -326,7 +326,7 @@ def test_closing_wakes_a_waiting_flush(endpoint, pair, monkeypatch):
     announce = SENDING[endpoint.kind].announce
 
     def late(transport, schema) -> None:
-        go_on.wait(BOUND)
+        go_on.wait(2 * BOUND)  # its end would wake the flush as well
         announce(transport, schema)
 
     class Condition(threading.Condition):
