@@ -1,0 +1,87 @@
+"""Connections between two hosts (namespaces) whose network is slow, loses packets, or holds them all."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from tests.bad_networks import held_network, lossy_network, slow_network
+
+BOUND = 120.0
+"""Seconds within which an end has ended, on a busy machine."""
+END = r"""
+import sys, threading, time
+from sipipe.ipc.connection import Connection
+from sipipe.ipc.errors import PeerDiedError
+
+CONNECTIONS, MESSAGES = 4, 200
+said = [""] * CONNECTIONS
+ends = [
+    Connection(sys.argv[1], 29800 + number, listens=sys.argv[2] == "listens", who="the other end")
+    for number in range(CONNECTIONS)
+]
+assert all(end.wait_for_peer(60) for end in ends)
+print("met", flush=True)
+
+def send(end):
+    try:
+        for number in range(MESSAGES):
+            end.send(number.to_bytes(4, "little") * 100)
+            time.sleep(0.01)  # so that some are sent while the fault lasts
+    except PeerDiedError:
+        pass  # the other thread says so
+
+def receive(number):
+    try:
+        for expected in range(MESSAGES):
+            (message,) = ends[number].receive(100)
+            assert message == expected.to_bytes(4, "little") * 100, "another message"
+        said[number] = "all came"
+    except PeerDiedError as error:
+        said[number] = str(error)
+
+threads = [threading.Thread(target=send, args=(end,)) for end in ends]
+threads += [threading.Thread(target=receive, args=(number,)) for number in range(CONNECTIONS)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(set(said), flush=True)
+sys.stdin.read()  # the other end may still want acknowledgements
+"""
+"""Sends and receives on several connections at once, and says what came of each."""
+
+
+def struck_ends(cluster, monkeypatch, fault) -> list[str]:
+    """What the ends on two hosts say that exchange messages while ``fault`` strikes their network."""
+    monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
+    roles = ("listens", "connects")
+    ends = [
+        host.python(END, cluster.hosts[0].address, role, stdin=-1)
+        for host, role in zip(cluster.hosts, roles, strict=True)
+    ]
+    try:
+        for end in ends:
+            assert end.stdout.readline() == "met\n"
+        with fault(cluster.hosts):
+            said = [end.stdout.readline() for end in ends]
+        for end in ends:
+            end.communicate("", timeout=BOUND)
+        return said
+    finally:
+        for host in cluster.hosts:
+            host.end_all()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("fault", [slow_network, lossy_network, partial(held_network, seconds=1)],
+                         ids=["slow, in small packets", "a tenth is lost", "held for 1 s"])  # fmt: skip
+def test_a_bad_network_loses_no_message(cluster, monkeypatch, fault):
+    assert struck_ends(cluster, monkeypatch, fault) == ["{'all came'}\n"] * 2
+
+
+@pytest.mark.ci
+def test_a_network_that_holds_everything_is_noticed_by_both_ends(cluster, monkeypatch):
+    for said in struck_ends(cluster, monkeypatch, partial(held_network, seconds=10)):
+        assert "died or cannot be reached (it was silent for" in said
+        assert "all came" not in said
