@@ -47,10 +47,13 @@ def check(models, family, pp, tp, *, last=False, **options):
     batches, stock = mixed_batches(), {}
     if family in ALONE:
         batches, stock = single_requests(), {"tensor_parallel_size": tp}
+        options = shared(pp, tp, self_test="always") | options
     settings = shared(pp, tp) | options
     found = run_engine(path, batches, **settings)
     assert_stock(found, path, batches, **stock)
-    assert (SHARED_OUT in log_of(path, **settings)) is (pp > 1 and not last)
+    log = log_of(path, **settings)
+    assert (SHARED_OUT in log) is (pp > 1 and not last)
+    assert ("answer as one stage does" in log) is (pp > 1 and family in ALONE)
 
 
 @pytest.mark.ci

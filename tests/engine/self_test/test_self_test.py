@@ -200,7 +200,7 @@ def test_too_little_memory_is_said(make, log, monkeypatch):
     test = make(self_test="always")
     test.begin()
     test.compare(None, ())
-    assert "all layers in one process take about 2.5 GiB, and 1.0 GiB are free" in log()
+    assert "all layers in one stage take about 2.5 GiB, and 1.0 GiB are free" in log()
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_what_cannot_be_compared_is_said(make, log, options, why):
     ("program", "why"),
     [
         ("dies", "the process with all layers has ended"),
-        ("refuses", "one process cannot answer: ValueError: no such layer"),
-        ("hangs", "one process with all layers took more than 1 s"),
+        ("refuses", "one stage cannot answer: ValueError: no such layer"),
+        ("hangs", "one stage with all layers took more than 1 s"),
         ("stops", "the process with all layers has stopped"),
         ("babbles", "UnpicklingError"),
     ],
@@ -286,7 +286,7 @@ def test_a_difference_that_rounding_does_not_explain_ends_the_start(
         )
     ):
         test.compare(None, ())
-    assert ("2 stages answer as one process does" in log()) == right
+    assert ("2 stages answer as one stage does" in log()) == right
 
 
 def test_an_error_of_the_self_tests_own_ends_no_engine(make, log, monkeypatch):

@@ -52,7 +52,7 @@ def test_a_right_family_is_compared_once(models, environment, tmp_path):
             # What the self-test asked is nothing to who comes after it.
             assert_stock(found, model(models), [batch])
         logs.append(log.read_text())
-    assert f"Self-test of {stand_ins.RIGHT}: 2 stages answer as one process does" in logs[0]
+    assert f"Self-test of {stand_ins.RIGHT}: 2 stages answer as one stage does" in logs[0]
     assert f"Self-test of {stand_ins.RIGHT}: it has passed at an earlier start" in logs[1]
 
 
@@ -85,7 +85,7 @@ def test_a_family_that_is_wrong_in_stages_does_not_start(models, environment, do
     assert ended.returncode == STATUS[door], ended.stdout[-5000:]
     assert "Traceback" not in ended.stdout
     last = ended.stdout.splitlines()[-1]
-    assert f"{stand_ins.WRONG}: with 2 stages its answers are not those of one process" in last
+    assert f"{stand_ins.WRONG}: with 2 stages its answers are not those of one stage" in last
     assert "serve it with --pipeline-parallel-size 1" in last
 
 

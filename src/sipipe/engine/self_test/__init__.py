@@ -1,1 +1,1 @@
-"""Self-test of model families that nobody has verified: stages against one process."""
+"""Self-test of model families that nobody has verified: stages against one stage."""

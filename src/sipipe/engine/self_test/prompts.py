@@ -25,8 +25,8 @@ LONGEST = 24
 """Tokens of a prompt at most: enough for attention to reach back, few enough to cost nothing."""
 TOKENS = 3
 """Tokens of an answer: the first follows a prompt's pass, the others a pass of one token."""
-_STEPS = 4 * len(TEXTS) * (LONGEST + TOKENS)
-"""Passes at most. Fewer are needed even where one has a token of one request."""
+_STEPS = 4 * (LONGEST + TOKENS)
+"""Passes of a prompt at most. Fewer are needed even where each has one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +74,45 @@ def make_requests(prompts: Sequence[Sequence[int]]) -> list[Request]:
 def answer(
     requests: Sequence[Request],
     vocabulary: int,
+    add: Callable[[Request], None],
     step: Callable[[], Iterable[EngineCoreOutputs]],
 ) -> Answers:
-    """The answers to ``requests``, which a scheduler has, by calling ``step`` until it has given all.
-    ``vocabulary``: token ids that the model has. Raises SilentError: they do not come."""
-    answers: dict[str, list[Position]] = {request.request_id: [] for request in requests}
-    waiting = set(answers)
+    """The answers to ``requests``: ``add`` gives one to a scheduler, and ``step`` makes a pass of it.
+
+    They are asked one after the other. What some kernels compute for a request depends on the others
+    of its batch (vLLM's MLA on CPUs), and stages have other batches than one process.
+
+    Args:
+        requests: of :func:`make_requests`.
+        vocabulary: token ids that the model has.
+        add: has the scheduler take a request.
+        step: makes a pass and returns what came of it.
+
+    Raises:
+        SilentError: an answer does not come.
+    """
+    return [_answer_to(request, vocabulary, add, step) for request in requests]
+
+
+def _answer_to(
+    request: Request,
+    vocabulary: int,
+    add: Callable[[Request], None],
+    step: Callable[[], Iterable[EngineCoreOutputs]],
+) -> list[Position]:
+    add(request)
+    positions: list[Position] = []
+    has_ended = False
     for _ in range(_STEPS):
         for outputs in step():
             for output in outputs.outputs:
-                answers[output.request_id] += _positions(output, vocabulary)
-                if output.finish_reason is not None:
-                    waiting.discard(output.request_id)
-        if not waiting:
+                positions += _positions(output, vocabulary)
+                has_ended = has_ended or output.finish_reason is not None
+        if has_ended:
             break
-    if waiting or not all(len(positions) == TOKENS for positions in answers.values()):
+    if not has_ended or len(positions) != TOKENS:
         raise SilentError("a prompt has no answer")
-    return list(answers.values())
+    return positions
 
 
 def _positions(output: object, vocabulary: int) -> list[Position]:

@@ -1,6 +1,8 @@
-"""``python -m sipipe.engine.self_test.reference FD``: a model with all layers in one process.
+"""``python -m sipipe.engine.self_test.reference FD``: a model with all layers in one stage.
 
-Stock vLLM's engine core, on CPUs, with the model's configuration as the engine of stages has it. The
+Stock vLLM's engine core, on CPUs, with the model's configuration as the engine of stages has it, and as
+many tensor-parallel ranks: what some of vLLM's kernels compute depends on that (MLA on CPUs), and it is
+the stages that are tested. Several ranks are vLLM's own processes, which end with this one. The
 process lives until it has answered, ends with the one that started it, and is the kernel's first
 choice where memory runs out.
 """
@@ -28,7 +30,7 @@ KV_BYTES = 512 << 20
 
 
 def alone(vllm_config: VllmConfig) -> VllmConfig:
-    """Stock vLLM's configuration for the same model, without stages and ranks, uncompiled."""
+    """Stock vLLM's configuration for the same model and ranks, without stages, uncompiled."""
     from vllm.config import CompilationConfig, CompilationMode, ParallelConfig, VllmConfig
 
     model = copy.copy(vllm_config.model_config)
@@ -52,7 +54,12 @@ def alone(vllm_config: VllmConfig) -> VllmConfig:
     values["model_config"] = model
     values["cache_config"] = cache
     values["scheduler_config"] = scheduler
-    values["parallel_config"] = ParallelConfig(distributed_executor_backend="uni")
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    values["parallel_config"] = ParallelConfig(
+        tensor_parallel_size=ranks,
+        enable_expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
+        distributed_executor_backend="uni" if ranks == 1 else "mp",
+    )
     values["compilation_config"] = CompilationConfig(mode=CompilationMode.NONE)
     values["additional_config"] = {}
     for left_out in ("speculative", "kv_transfer", "kv_events", "lora"):
@@ -63,27 +70,25 @@ def alone(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def compute(vllm_config: VllmConfig) -> Reference:
-    """Answers of the model that ``vllm_config`` names, all of its layers in this process."""
+    """Answers of the model that ``vllm_config`` names, all of its layers in one stage."""
     from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.executor.abstract import Executor
 
     from sipipe.engine.self_test.prompts import LONGEST, TEXTS, Reference, answer, make_requests
 
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     prompts = [list(tokenizer.encode(text))[:LONGEST] for text in TEXTS]
-    core = EngineCore(alone(vllm_config), UniProcExecutor, log_stats=False)
+    config = alone(vllm_config)
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
 
     def step() -> Iterable[EngineCoreOutputs]:
         outputs, _ = core.step()
         return outputs.values() if outputs else ()
 
     try:
-        requests = make_requests(prompts)
-        for request in requests:
-            core.add_request(request)
         vocabulary = vllm_config.model_config.get_vocab_size()
-        answers = answer(requests, vocabulary, step)
+        answers = answer(make_requests(prompts), vocabulary, core.add_request, step)
     finally:
         core.shutdown()
     return Reference(prompts=prompts, answers=answers)

@@ -128,13 +128,13 @@ class SelfTest:
         if not apart <= most:
             raise UnsupportedError(
                 f"{self._name}: with {self._setup.stages} stages its answers are not those of one "
-                f"process: the scores of tokens differ by {apart:.0%}, and rounding in "
+                f"stage: the scores of tokens differ by {apart:.0%}, and rounding in "
                 f"{self._setup.dtype} explains {most:.0%}: serve it with --pipeline-parallel-size 1, "
                 'or, to serve it all the same, set "self_test": "off" in the sipipe config'
             )
         remark = self._keep(difference=apart)
         logger.info(
-            "Self-test of %s: %d stages answer as one process does (scores differ by %.2g, at most "
+            "Self-test of %s: %d stages answer as one stage does (scores differ by %.2g, at most "
             "%g by rounding)%s",
             self._name,
             self._setup.stages,
@@ -170,7 +170,7 @@ class SelfTest:
         needed = weights * max(1, self._model.dtype.itemsize // 2) + KV_BYTES + PROCESS_BYTES
         if needed > (room := free_bytes()):
             raise _NotComparedError(
-                f"all layers in one process take about {needed / 2**30:.1f} GiB, and "
+                f"all layers in one stage take about {needed / 2**30:.1f} GiB, and "
                 f"{room / 2**30:.1f} GiB are free"
             )
 
@@ -178,7 +178,7 @@ class SelfTest:
         """Answers of one process; it has ended when this returns."""
         seconds = self._setup.config.start_timeout * SHARE_OF_START
         logger.info(
-            "%s: this start compares its stages with all layers in one process (at most %.0f s more)",
+            "%s: this start compares its stages with all layers in one stage (at most %.0f s more)",
             self._who(),
             seconds,
         )
@@ -200,7 +200,7 @@ class SelfTest:
             # wait: a quarter of `start_timeout`; the process's answer or end
             if not pipe.poll(seconds):
                 raise _NotComparedError(
-                    f"one process with all layers took more than {seconds:.0f} s (a quarter of "
+                    f"one stage with all layers took more than {seconds:.0f} s (a quarter of "
                     '"start_timeout")',
                     kept=True,
                 )
@@ -217,7 +217,7 @@ class SelfTest:
             process.kill()
             process.wait()  # wait: none, it is killed; its end
         if isinstance(reply, str):
-            raise _NotComparedError(f"one process cannot answer: {reply}", kept=True)
+            raise _NotComparedError(f"one stage cannot answer: {reply}", kept=True)
         assert isinstance(reply, Reference)
         return reply
 
@@ -237,10 +237,8 @@ class SelfTest:
             return results.values()
 
         try:
-            requests = make_requests(prompts)
-            for request in requests:
-                scheduler.add_request(request)
-            return answer(requests, self._model.get_vocab_size(), step)
+            vocabulary = self._model.get_vocab_size()
+            return answer(make_requests(prompts), vocabulary, scheduler.add_request, step)
         finally:
             scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             run(scheduler.schedule())  # which tells stages and samplers that they have ended
@@ -284,7 +282,7 @@ class SelfTest:
 
     def _warn(self, why: str) -> None:
         logger.warning(
-            "%s: its %d stages have not been compared with one process: %s",
+            "%s: its %d stages have not been compared with one stage: %s",
             self._who(),
             self._setup.stages,
             why,
