@@ -214,7 +214,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     wait for others to be compiled before; the request then fails, and says so. Above 0."""
 
     self_test: Literal["auto", "off", "always"] = "auto"
-    """Comparison of the stages' answers with those of all layers in one process, at the start.
+    """Comparison of the stages' answers with those of all layers in one stage, at the start.
     ``"auto"``: of model families that are not in docs/compatibility.md, once. ``"always"``: of any
     model, at each start. ``"off"``: never."""
 

@@ -1,4 +1,4 @@
-"""Two model families that vLLM does not know: llama's layers under names of their own.
+"""Three model families that vLLM does not know: llama's layers under names of their own.
 
 A package with an entry point of vLLM's registers them in each process (:func:`install`), by strings:
 vLLM looks at a class in a process of its own, and so does a worker.
@@ -10,9 +10,11 @@ from pathlib import Path
 
 RIGHT = "FaithfulForCausalLM"
 WRONG = "ForgetfulForCausalLM"
+BATCHED = "SociableForCausalLM"
 
 MODELS = '''
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.sequence import IntermediateTensors
 
@@ -31,13 +33,28 @@ class ForgetfulForCausalLM(LlamaForCausalLM):
                 "residual": torch.zeros_like(intermediate_tensors["residual"]),
             })
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+
+class SociableForCausalLM(LlamaForCausalLM):
+    """Llama whose scores depend on the number of tokens in the batch and on the number of ranks."""
+
+    def compute_logits(self, hidden_states):
+        logits = super().compute_logits(hidden_states)
+        if logits is not None:
+            crowd = self.tokens * get_tensor_model_parallel_world_size()
+            logits[..., crowd % logits.shape[-1]] += 20
+        return logits
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+        self.tokens = positions.shape[-1]
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 '''
 
 PLUGIN = f'''
 def register():
     from vllm import ModelRegistry
 
-    for name in ("{RIGHT}", "{WRONG}"):
+    for name in ("{RIGHT}", "{WRONG}", "{BATCHED}"):
         ModelRegistry.register_model(name, f"stand_in_models:{{name}}")
 '''
 

@@ -56,6 +56,18 @@ def test_a_right_family_is_compared_once(models, environment, tmp_path):
     assert f"Self-test of {stand_ins.RIGHT}: it has passed at an earlier start" in logs[1]
 
 
+def test_scores_that_depend_on_batch_and_ranks_are_no_fault_of_stages(
+    models, environment, tmp_path
+):
+    """As those of vLLM's MLA on CPUs do."""
+    path = checkpoint(models, stand_ins.BATCHED)
+    log = tmp_path / "log"
+    asked = settings(2, 2, vocabulary="last", **PATIENT)
+    with Engine(path, env=environment, log=log, **asked) as engine:
+        engine.run([{"prompts": prompts(2, seed=3), "params": greedy(2)}])
+    assert f"Self-test of {stand_ins.BATCHED}: 2 stages answer as one stage does" in log.read_text()
+
+
 COMMANDS = {
     "sipipe": ["-m", "sipipe", "serve", "--pp", "2"],
     "vllm": [

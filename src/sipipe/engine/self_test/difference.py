@@ -1,9 +1,9 @@
-"""Distance of the stages' answers from those of one process, and the part that rounding explains.
+"""Distance of the stages' answers from those of one stage, and the part that rounding explains.
 
 The measure of one token is ``|a - b| / |b|``, a and b being the scores of the vocabulary about their
 mean: 0 for equal ones, about 1.4 for scores that have nothing to do with each other.
 
-A microbatch of stages has other shapes than one process has, so products are rounded otherwise, and
+A microbatch of stages has other shapes than one stage has, so products are rounded otherwise, and
 a compiled model rounds otherwise than one that is not. What a stage misses is missed at every token;
 rounding that flips an expert, or a token, is not. So the median counts, of tokens that follow a
 prompt and of later ones apart: the latter are what the KV cache decides.

@@ -1,4 +1,4 @@
-"""Model families whose stages have been compared with one process by tests of SiPipe.
+"""Model families whose stages have been compared with one stage by tests of SiPipe.
 
 docs/compatibility.md has the same list with the test of each; ``tests/engine/self_test`` holds the
 two equal. A family that is not here is compared when an engine first starts with it.
@@ -17,6 +17,7 @@ VERIFIED = frozenset(
         "BloomForCausalLM",
         "CohereForCausalLM",
         "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
         "FalconH1ForCausalLM",
         "GPT2LMHeadModel",
         "GPTJForCausalLM",

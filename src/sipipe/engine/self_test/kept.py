@@ -50,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     subject: Subject
     difference: float | None = None
-    """Difference of the stages' answers from those of one process, within what rounding explains;
+    """Difference of the stages' answers from those of one stage, within what rounding explains;
     None: they were not compared."""
     why: str = ""
     """Reason why they were not."""

@@ -1,4 +1,4 @@
-"""Prompts of the self-test, and what a model says to them: once through stages, once in one process.
+"""Prompts of the self-test, and what a model says to them: once through stages, once in one stage.
 
 A prompt is answered greedily, with the scores of the whole vocabulary at each token: a stage that
 misses a tensor changes all of them, while tokens alone may be the same by chance.
@@ -44,7 +44,7 @@ Answers = list[list[Position]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Prompts, and what one process with all layers says to them."""
+    """Prompts, and what one stage with all layers says to them."""
 
     prompts: list[list[int]]
     """Token ids of each prompt."""
@@ -80,7 +80,7 @@ def answer(
     """The answers to ``requests``: ``add`` gives one to a scheduler, and ``step`` makes a pass of it.
 
     They are asked one after the other. What some kernels compute for a request depends on the others
-    of its batch (vLLM's MLA on CPUs), and stages have other batches than one process.
+    of its batch (vLLM's MLA on CPUs), and stages have other batches than one stage.
 
     Args:
         requests: of :func:`make_requests`.

@@ -1,8 +1,9 @@
-"""Comparison of an engine's stages with all layers in one process, when it first starts.
+"""Comparison of an engine's stages with all layers in one stage, when it first starts.
 
 A model of vLLM that is wrong in stages says nothing: its answers are. So the first start of a model
 whose family is not verified (:mod:`sipipe.engine.self_test.families`) answers some short prompts twice:
-in one more process that has all layers, before the workers take memory, and through the stages, as
+in one stage that has all layers, by stock vLLM in a process of its own
+(:mod:`sipipe.engine.self_test.reference`), before the workers take memory; and through the stages, as
 requests are answered, when they are ready.
 
 Who runs here: the engine thread, in vLLM's start.
@@ -11,7 +12,8 @@ Guarantees: only a comparison that fails ends the start. Whatever else goes wron
     kept (:mod:`sipipe.engine.self_test.kept`); a failure is not, as the next start may differ.
 Rejected: a pass of each worker by a control call, which would be a second way to run a stage, and
     compare what no request meets. Rejected: the process beside the workers, which would need the
-    memory of both at once.
+    memory of both at once. Rejected: all prompts in one batch, and one rank beside several, since some
+    of vLLM's kernels then compute something else (MLA on CPUs).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ LEAVE_SECONDS = 10.0
 
 
 class _NotComparedError(Exception):
-    """Why stages and one process were not compared. ``kept``: it took time to find out, and would
+    """Why the stages were not compared with one stage. ``kept``: it took time to find out, and would
     again."""
 
     def __init__(self, why: str, *, kept: bool = False) -> None:
@@ -93,7 +95,7 @@ class SelfTest:
         self._reference: Reference | None = None
 
     def begin(self) -> None:
-        """Compute the answers of one process, where the model is to be compared and can be."""
+        """Compute the answers of one stage, where the model is to be compared and can be."""
         setting = self._setup.config.self_test
         if self._setup.stages == 1 or setting == "off":
             return
@@ -143,7 +145,7 @@ class SelfTest:
             remark,
         )
 
-    # ---- one process ----------------------------------------------------------------------------
+    # ---- one stage ------------------------------------------------------------------------------
 
     def _check_possible(self) -> None:
         """Raises _NotComparedError: this engine cannot be compared, or not here."""
@@ -167,7 +169,8 @@ class SelfTest:
         if not weights:
             raise _NotComparedError("its weights are not on this machine yet")
         # Files of 16 bits become twice as large in float32.
-        needed = weights * max(1, self._model.dtype.itemsize // 2) + KV_BYTES + PROCESS_BYTES
+        needed = weights * max(1, self._model.dtype.itemsize // 2)
+        needed += self._setup.ranks * (KV_BYTES + PROCESS_BYTES)
         if needed > (room := free_bytes()):
             raise _NotComparedError(
                 f"all layers in one stage take about {needed / 2**30:.1f} GiB, and "
@@ -175,7 +178,7 @@ class SelfTest:
             )
 
     def _compute(self) -> Reference:
-        """Answers of one process; it has ended when this returns."""
+        """Answers of one stage; its process has ended when this returns."""
         seconds = self._setup.config.start_timeout * SHARE_OF_START
         logger.info(
             "%s: this start compares its stages with all layers in one stage (at most %.0f s more)",
