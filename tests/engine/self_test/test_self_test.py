@@ -265,6 +265,7 @@ def scores(shift):
 
 def computed(monkeypatch, count):
     """The process with all layers has answered so many prompts."""
+    monkeypatch.setattr(self_test, "free_bytes", lambda: 64 << 30)
     reference = Reference(prompts=[[1]] * count, answers=scores(0.0))
     monkeypatch.setattr(SelfTest, "_compute", lambda _: reference)
 
