@@ -392,7 +392,8 @@ def with_comparable_texts(results, model_path, batches) -> list[list[dict]]:
     tokenizer = Tokenizer.from_file(str(file))
     results = copy.deepcopy(results)
     for batch, requests in zip(batches, results, strict=False):
-        for prompt, request in zip(batch["prompts"], requests, strict=False):
+        # A batch of a pooling model has no prompts that are answered.
+        for prompt, request in zip(batch.get("prompts", ()), requests, strict=False):
             if request is None or not isinstance(prompt, list):  # aborted, or text
                 continue
             if tokens_behind_text(tokenizer, prompt, True):
