@@ -127,6 +127,11 @@ def test_engines_of_both_results_keep_their_names_and_answers():
         ('{"rows": []}', "is no result of sipipe bench"),
         ("[1]", "is no result of sipipe bench"),
         ("[" * 100_000, "is no result of sipipe bench"),
+        (json.dumps(result([]) | {"rows": [{"engine": [], "sampling": {}}]}), "is no result"),
+        (json.dumps(result([]) | {"rows": [row("a", {}, 5, 5)]}), "is no result"),
+        (json.dumps(result([]) | {"rows": [row("a", float("nan"), 5, 5)]}), "is no result"),
+        (json.dumps(result([]) | {"answers": 5}), "is no result"),
+        (json.dumps(result([]) | {"answers": [None]}), "is no result"),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path, text, said):
@@ -136,3 +141,8 @@ def test_what_is_no_result_is_refused(tmp_path, text, said):
         read(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("text", [",", "-", "-,5", "", None, "fast"])
+def test_a_cell_without_a_number_is_no_figure(text):
+    assert figure(text) is None

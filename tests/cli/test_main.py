@@ -93,6 +93,7 @@ def test_version(capsys):
         ),
         (["generate", "m", "--file", "/no/such"], "cannot read --file /no/such: No such file"),
         (["generate", "m", "--file", "/dev/null"], "/dev/null holds no prompt"),
+        (["generate", "m", "--file", ""], "cannot read --file : Is a directory"),
     ],
 )
 def test_a_mistake_gets_one_line(capsys, arguments, line):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -266,17 +267,30 @@ def _arrivals(trace: str, most: int) -> list[float]:
     arrivals = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            arrivals.append(float(row["timestamp"]))
-            covered = 16 * len(row["hash_ids"]) >= row["input_length"]
+            arrival, length, hashes = _timed(json.loads(line))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise ConfigError(
                 f"{option}, line {number}: must be a JSON object with timestamp, input_length and "
                 "hash_ids"
             ) from None
-        if not covered:
+        arrivals.append(arrival)
+        if length > 16 * hashes:
             raise ConfigError(f"{option}, line {number}: hash_ids of other than 16 tokens each")
     return arrivals
+
+
+def _timed(row: Mapping[str, Any]) -> tuple[float, int, int]:
+    """The arrival of a trace's request, its prompt's tokens, and the number of its hashes. Raises
+    ValueError, TypeError, KeyError or OverflowError: one of them is none."""
+    arrival = float(row["timestamp"])
+    length = row["input_length"]
+    hashes = row["hash_ids"]
+    numbers = [length, *hashes]
+    if not 0 <= arrival < math.inf or not all(type(number) is int for number in numbers):
+        raise ValueError
+    if length < 1:
+        raise ValueError
+    return arrival, length, len(hashes)
 
 
 def _check(args: argparse.Namespace, words: Sequence[str], jobs: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ WITHIN = 90.0
 
 def figure(text: object) -> float | None:
     """The number in a cell of the table, of a median with its range the median; None: it has none."""
-    number = re.match(r"-?[\d,]+(\.\d+)?", str(text))
+    number = re.match(r"-?\d[\d,]*(\.\d+)?", str(text))
     return float(number[0].replace(",", "")) if number else None
 
 

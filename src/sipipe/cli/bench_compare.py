@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sipipe.cli import console
 from sipipe.cli.bench_answer import LOADS, figure
@@ -63,7 +63,7 @@ def read(path: str) -> dict[str, Any]:
         raise ConfigError(f"bench compare: {path} is not UTF-8 text") from None
     page = DATA.search(text)
     try:
-        result = json.loads(page[1] if page else text)
+        result = json.loads(page[1] if page else text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         result = None
     if not isinstance(result, dict) or not _is_result(result):
@@ -74,14 +74,27 @@ def read(path: str) -> dict[str, Any]:
     return result
 
 
+def _refuse(constant: str) -> NoReturn:
+    """Take a NaN or an infinity for what it is not: a number of JSON."""
+    raise ValueError(constant)
+
+
 def _is_result(result: Mapping[str, Any]) -> bool:
     rows = result.get("rows")
+    sentences = result.get("answers", [])
     return (
         all(name in result for name in NEEDED)
         and isinstance(result["machine"], dict)
         and isinstance(rows, list)
-        and all(isinstance(row, dict) and {"engine", "sampling"} <= row.keys() for row in rows)
+        and all(isinstance(row, dict) and _is_row(row) for row in rows)
+        and isinstance(sentences, list)
+        and all(isinstance(sentence, str) for sentence in sentences)
     )
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    named = {"engine", "sampling"} <= row.keys()
+    return named and all(isinstance(cell, str | int | float | None) for cell in _key(row))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

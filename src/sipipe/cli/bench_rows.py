@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from sipipe.cli.bench_tables import STOCK
 from sipipe.cli.parser import at_least, counts, make_parser
@@ -75,7 +76,7 @@ def rows_of(
         jobs.append((name, server_job(common, options)))
     for pair in args.url:
         name, _, url = pair.partition("=")
-        if not url.startswith("http"):
+        if not name or not _is_address(url):
             raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
         jobs.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
     if not jobs:
@@ -84,6 +85,15 @@ def rows_of(
         if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
     return {name: job | {"model": words[0]} for name, job in jobs}
+
+
+def _is_address(url: str) -> bool:
+    """Say if ``url`` can be a server's: vLLM's client would say it when other rows are measured."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        return False
 
 
 def _steps_aside(settings: Mapping[str, Any], words: Sequence[str]) -> bool:

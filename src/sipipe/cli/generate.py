@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
     # A file is read before vLLM is imported. Only vLLM's parser can say which words are prompts.
-    lines = read_prompts(args.file) if args.file else None
+    lines = None if args.file is None else read_prompts(args.file)
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
