@@ -57,6 +57,9 @@ ask any address."""
 HANDED_ON = ("Authorization", "X-Request-Id")
 """The client's headers that engines get."""
 
+MOST_REASON = 200
+"""Characters of an engine's failure that an answer repeats: it may quote what the engine has sent."""
+
 MEBIBYTE = 1 << 20
 log = logging.getLogger("prefill_router")
 
@@ -96,25 +99,31 @@ class Engines:
         method: str,
         path: str,
         headers: dict[str, str],
-        body: dict[str, Any] | None = None,
+        content: bytes | None = None,
     ) -> AsyncIterator[ClientResponse]:
         """The answer of the first engine that gives one.
+
+        Args:
+            content: the request's body, which is JSON.
 
         Raises:
             RefusedError: none does (502), or the one that has the request is silent for too long (504).
         """
+        if content is not None:
+            headers = headers | {"Content-Type": "application/json"}
         passed_over: list[str] = []
         turn = self.in_turn()
         for address in turn:
             try:
                 # wait: --timeout without a byte; the engine, or its end
                 answer = await session.request(
-                    method, address + path, headers=headers, json=body, allow_redirects=False
+                    method, address + path, headers=headers, data=content, allow_redirects=False
                 )
             except SocketTimeoutError:  # it may still compute: another one would do so again
                 raise RefusedError(504, f"{address} has not answered in time (--timeout)") from None
             except UNREACHABLE as error:
-                passed_over.append(f"{address} ({str(error) or type(error).__name__})")
+                reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+                passed_over.append(f"{address} ({reason})")
                 continue
             async with answer:
                 if answer.status == 503 and address != turn[-1]:  # it ends, or has too much to do
@@ -149,6 +158,18 @@ def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in body:
         request["max_completion_tokens"] = 1
     return request
+
+
+def written(body: dict[str, Any]) -> bytes:
+    """The body as JSON.
+
+    Raises:
+        RefusedError: it is nested so deeply that it can be read, but not written.
+    """
+    try:
+        return json.dumps(body).encode()
+    except RecursionError:
+        raise RefusedError(400, "the body is nested too deeply") from None
 
 
 def transfer_of(answer: web.Response, origin: str) -> dict[str, Any] | None:
@@ -307,9 +328,8 @@ class Router:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         headers = engine_headers(request)
         body = without_transfers(await self._body(request))
-        prefilled = self.prefill.ask(
-            self._session, "POST", request.path, headers, prefill_request(body)
-        )
+        prompt_only = written(prefill_request(body))
+        prefilled = self.prefill.ask(self._session, "POST", request.path, headers, prompt_only)
         async with prefilled as answer:
             prompt = await self._whole(answer)
             if prompt.status != 200:
@@ -321,12 +341,22 @@ class Router:
                     400, "this router hands over one prompt's cache: send one prompt, with n=1"
                 )
             body["kv_transfer_params"] = transfer
-        async with self.decode.ask(self._session, "POST", request.path, headers, body) as answer:
+        content = written(body)
+        async with self.decode.ask(self._session, "POST", request.path, headers, content) as answer:
             if not answer.content_type.startswith("text/event-stream"):
                 return await self._whole(answer)
             return await self._stream(request, answer)
 
     async def _whole(self, answer: ClientResponse) -> web.Response:
+        """The whole answer of an engine.
+
+        Raises:
+            RefusedError: it breaks off, or is none that vLLM gives, such as a redirection (502).
+        """
+        if answer.status != 200 and not 400 <= answer.status < 600:
+            raise RefusedError(
+                502, f"{answer.url.origin()} answered with status {answer.status}: is it vLLM?"
+            )
         try:
             content = await answer.read()
         except UNREACHABLE as error:

@@ -38,6 +38,8 @@ class StandIn:
             await asyncio.sleep(60)
         if body.get("act") == "odd" and self.name.startswith("prefill"):
             return aiohttp.web.Response(text=body["answer"], content_type="application/json")
+        if body.get("act") == "status" and self.name.startswith(body["who"]):
+            return aiohttp.web.Response(status=body["status"], headers={"Location": "/else"})
         if body.get("act") == "flood" and self.name.startswith("decode"):
             return await self.flood(request)
         if not body["stream"]:
@@ -229,6 +231,13 @@ def test_bodies_that_are_no_object_too_long_or_packed_are_refused():
 
         for body in (b"null", b"5", b'[["prompt", "a"]]', b"{", b"[" * 200_000, b"\xff", b""):
             assert await post(body) == (400, "the body is no JSON object")
+        # Some levels can be read, and not be written.
+        for depth in range(900, 1000, 4):
+            deep = b'{"stream": false, "prompt": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+            async with running.session.post("/v1/completions", data=deep) as answer:
+                assert answer.status in (200, 400), (depth, await answer.text())
+        for engine in running.engines.values():
+            engine.asked.clear()
         # Decoding by this charset takes seconds, and all clients wait.
         odd = {"Content-Type": "application/json; charset=punycode"}
         assert await post(b"a-" + b"a" * 300_000, **odd) == (400, "the body is no JSON object")
@@ -251,6 +260,12 @@ def test_errors_are_the_routers_own_words():
             assert "answered 200 with no JSON object" in message
         status, text = await running.ask(act="odd", answer='{"kv_transfer_params": 5}')
         assert (status, json.loads(text)["error"]["code"]) == (502, 502)
+        for status in (204, 302, 304, 999):
+            for who in ("prefill", "decode"):
+                answered, text = await running.ask(act="status", who=who, status=status)
+                assert answered == 502
+                assert f"answered with status {status}" in json.loads(text)["error"]["message"]
+        running.engines["decode a"].asked.clear()
         assert (await refused(running.session.get("/v1/completions")))[0] == 405
         assert (await refused(running.session.get("/v1/nothing")))[0] == 404
         assert not running.engines["decode a"].asked
