@@ -102,6 +102,28 @@ def test_one_that_waits_too_long_says_what_for():
     finish(slow)
 
 
+def test_one_that_gets_no_thread_fails_alone(monkeypatch):
+    """The engine's own thread starts those that waited: it must not end by it."""
+    compiling, _ = compilations(most=1)
+    first, second, third = Request(), Request(), Request()
+    compiling.submit(create, first)
+    waits = compiling.submit(create, second)
+    start = threading.Thread.start
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    first.ended = True
+    compiling.sweep()
+    with pytest.raises(ValueError, match="can't start new thread"):
+        waits.result(0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    finish(third)
+    assert compiling.submit(create, third).result(TEST_SECONDS) == "grammar"
+    finish(first)
+
+
 def test_one_whose_client_has_left_is_in_nobodys_way():
     compiling, _ = compilations(most=1)
     left, other = Request(), Request()

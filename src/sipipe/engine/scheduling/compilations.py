@@ -134,12 +134,20 @@ class Compilations:
             compilation = self._waiting.popleft()
             compilation.since = now
             self._running.add(compilation)
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._compile,
                 args=(compilation,),
                 name="SiPipeGrammar",
                 daemon=True,  # the engine's end does not wait for it
-            ).start()
+            )
+            try:
+                thread.start()
+            except (
+                RuntimeError
+            ) as error:  # a container's limit of threads: that request alone fails
+                self._running.discard(compilation)
+                with suppress(InvalidStateError):
+                    compilation.future.set_exception(ValueError(_sentence(error)))
 
     def _compile(self, compilation: Compilation) -> None:
         """Compile, resolve the future, and start the next. Runs in a thread of its own."""
