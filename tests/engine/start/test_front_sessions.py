@@ -15,6 +15,7 @@ from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from sipipe.engine.start import new_requests
@@ -27,6 +28,8 @@ def front(monkeypatch):
     for name in ("_add_streaming_input_request", "add_request"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
+    check = InputProcessor._validate_model_input
+    monkeypatch.setattr(InputProcessor, "_validate_model_input", check)
 
     return Front()
 
@@ -128,3 +131,24 @@ def test_an_id_is_in_use_from_the_moment_that_it_is_given(front, monkeypatch):
     front.output_processor.external_req_ids["r"] = ["r"]
     with pytest.raises(VLLMValidationError, match="in use"):
         LLMEngine.add_request(front, "r", "prompt", None)
+
+
+@pytest.mark.usefixtures("front")
+@pytest.mark.parametrize("largest", [999, 1023, 1024, 1999])
+@pytest.mark.parametrize(
+    ("kind", "in_tokenizer"), [("token", 2000), ("token", 1000), ("multimodal", 2000)]
+)
+def test_a_token_without_a_row_in_the_model_is_refused(monkeypatch, kind, in_tokenizer, largest):
+    """A tokenizer may have more tokens than its model. vLLM pads the model's rows to 64."""
+    monkeypatch.setattr(InputProcessor, "_validate_model_input", lambda *_: None)
+    new_requests.check_new_requests()
+    processor = SimpleNamespace(
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
+        tokenizer=SimpleNamespace(max_token_id=in_tokenizer - 1),
+    )
+    prompt = {"type": kind, "prompt_token_ids": [5, largest, 7]}
+    if kind == "token" and in_tokenizer > 1000 and largest >= 1024:
+        with pytest.raises(VLLMValidationError, match=f"token {largest}, .* vocabulary has 1000"):
+            InputProcessor._validate_model_input(processor, prompt, "decoder")
+    else:
+        InputProcessor._validate_model_input(processor, prompt, "decoder")

@@ -3,6 +3,8 @@
 - An id that a live request has: only where ``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`` is set. vLLM
   takes the second request for the next turn of the first.
 - A ready ``EngineCoreRequest``, whose prompt and parameters vLLM does not check.
+- A prompt with a token of the tokenizer's for which the model has no row, such as a padding token that
+  was added to the tokenizer alone: a client can write it as text. The stage that embeds it would end.
 
 The client who brings one of them gets the error. Requests of other front ends meet the same checks in
 the engine (:mod:`sipipe.engine.iteration.admission`), but for those that cost time by a prompt's length.
@@ -12,6 +14,7 @@ Who runs here: the event loop's thread of an ``AsyncLLM``, or the thread that ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -19,11 +22,13 @@ from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
 
 def check_new_requests() -> None:
     """Have both of vLLM's front ends check new requests. Safe to call again."""
+    _check_prompts_rows()
     if getattr(AsyncLLM.add_request, "__sipipe__", False):
         return
     add_async = AsyncLLM.add_request
@@ -63,6 +68,23 @@ def check_new_requests() -> None:
     LLMEngine.add_request = add_request
 
 
+def _check_prompts_rows() -> None:
+    """Have vLLM's check of a prompt's length and tokens look for each token's row in the model too."""
+    validate = InputProcessor._validate_model_input
+    if getattr(validate, "__sipipe__", False):
+        return
+
+    @wraps(validate)
+    def validate_model_input(self: Any, prompt_input: Any, prompt_type: str) -> None:
+        validate(self, prompt_input, prompt_type)
+        # Tokens that stand for images may be behind the vocabulary: no row is looked up for them.
+        if prompt_input["type"] == "token":
+            _check_rows(self, prompt_input["prompt_token_ids"])
+
+    validate_model_input.__sipipe__ = True  # type: ignore[attr-defined]
+    InputProcessor._validate_model_input = validate_model_input
+
+
 def _check_id(engine: Any, request_id: str, coming: set[str]) -> None:
     """Raise VLLMValidationError if a request of that id lives, or is being added."""
     if request_id in engine.output_processor.external_req_ids or request_id in coming:
@@ -87,3 +109,23 @@ def _check_ready(engine: Any, request: EngineCoreRequest, tasks: Any) -> None:
     processor._validate_prompt_len(length, "decoder")
     if tokens and embeds is None:
         processor.renderer.validate_token_ids(tokens)
+        if not request.mm_features:
+            _check_rows(processor, tokens)
+
+
+def _check_rows(processor: Any, tokens: Sequence[int]) -> None:
+    """Raise VLLMValidationError if the model has no row for one of a prompt's ``tokens``. vLLM lets pass
+    what either the model or the tokenizer has."""
+    vocabulary = processor.model_config.get_vocab_size()
+    tokenizer = processor.tokenizer
+    if tokenizer is None or not 0 < vocabulary <= tokenizer.max_token_id:
+        return
+    # Few models get here, and the module imports much.
+    from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
+
+    largest = max(tokens)
+    if largest >= pad_vocab_size(vocabulary):  # vLLM's rows of no token are zero
+        raise VLLMValidationError(
+            f"the prompt has token {largest}, which the tokenizer has and the model has not: "
+            f"its vocabulary has {vocabulary}"
+        )
