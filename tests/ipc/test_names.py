@@ -104,6 +104,15 @@ def test_what_can_never_be_an_address_is_refused_at_once(monkeypatch, text):
         address_of(text, "--master-addr", 600.0)
 
 
+@pytest.mark.parametrize("text", ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255"])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_address_of_no_host_is_refused_at_once(monkeypatch, text, own):
+    """Another host would connect to itself, and wait until `start_timeout`."""
+    monkeypatch.setattr(tcp, "_look_up", None)
+    with pytest.raises(ConfigError, match=r"--master-addr .* no host's own address"):
+        address_of(text, "--master-addr", 600.0, own=own)
+
+
 def test_addresses_ask_nobody():
     assert address_of(NOT_HERE, "--master-addr", 0.0, own=True) == NOT_HERE
     assert address_of("::1", "--master-addr", 0.0) == "::1"

@@ -50,16 +50,28 @@ def address_of(host: str, option: str, seconds: float, *, own: bool = False) -> 
 
     Raises ConfigError: ``host`` can never be an address. ResourceError: it had none in time; the next
     try may find it."""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-        return _look_up(host)  # no resolver is asked for an address
-    except OSError as error:
-        raise ConfigError(f"{option} {host}: no such address ({error})") from None
-    except ValueError:
-        pass
+    literal = _literal(host)
+    if literal is not None:
+        if literal.is_unspecified or literal.is_multicast or host == "255.255.255.255":
+            raise ConfigError(
+                f"{option} {host}: that is no host's own address: give the one by which the other "
+                "hosts reach it"
+            )
+        try:
+            return _look_up(host)  # no resolver is asked for an address
+        except OSError as error:
+            raise ConfigError(f"{option} {host}: no such address ({error})") from None
     if _NO_NAME.search(host) or not host.isascii() or max(map(len, host.split("."))) > 63:
         raise ConfigError(f"{option} {host!r} is neither a host's name nor an address")
     return _wait_for_name(host, option, seconds, own)
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that ``host`` is; None: it is no address, but perhaps a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
 
 
 def _wait_for_name(host: str, option: str, seconds: float, own: bool) -> str:
