@@ -144,6 +144,7 @@ vllm.v1.engine.input_processor:InputProcessor._validate_params(self, params, sup
 vllm.v1.engine.input_processor:InputProcessor._validate_lora(self, lora_request)
 vllm.v1.engine.input_processor:InputProcessor._validate_prompt_len(self, prompt_len, prompt_type)
 vllm.v1.engine.input_processor:InputProcessor._validate_model_input(self, prompt_input, prompt_type)
+vllm.model_executor.layers.vocab_parallel_embedding:pad_vocab_size(vocab_size, pad_to)
 vllm.renderers.base:BaseRenderer.validate_token_ids(self, token_ids)
 # What a client is told of a request that fails, and what its seed comes from.
 vllm.v1.engine.async_llm:AsyncLLM.generate
