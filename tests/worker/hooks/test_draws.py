@@ -331,10 +331,14 @@ def test_scores_of_tokens_that_a_request_names_are_reported(last_stage, runner):
     assert not reports(batch(["a", "b"], [3, 0], [1, 1], [1, 1]), **again)
 
 
-@pytest.mark.usefixtures("last_stage")
-def test_a_warm_up_hands_nothing_on(runner):
+def test_a_warm_up_hands_nothing_on(last_stage, runner):
+    """Nor to the iteration before."""
     hidden = torch.arange(2.0).unsqueeze(1)
-    drawn, sampled, rejected = runner.sample(hidden, batch(["a"], [0], [2], [2]), None)
+    prompt = batch(["a"], [0], [2], [2])
+    launched, _ = sample(last_stage, runner, hidden, prompt, ["a"])
+    launched.logits = None
+    drawn, sampled, rejected = runner.sample(hidden, prompt, None)
+    assert launched.logits is None
     assert drawn.sampled_token_ids.shape == (1, 1)
     assert sampled.tolist() == rejected.tolist() == [0]
 
