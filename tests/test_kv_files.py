@@ -170,6 +170,30 @@ def test_what_a_writer_left_that_ended_amid_a_file_is_removed(tmp_path):
     assert sorted(path.parent.iterdir()) == sorted([path, new])
 
 
+def test_only_what_a_store_has_written_is_removed(tmp_path):
+    """Whoever names a directory with a model in it keeps the model."""
+    others = [
+        tmp_path / "model.safetensors",
+        tmp_path / "models" / "model-00001-of-00002.safetensors",
+        tmp_path / "models" / "ab" / "abc" / "adapter.safetensors",
+        tmp_path / "models" / "ab" / "model" / NAME,
+        tmp_path / "models" / "old.new",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(90_000))
+        os.utime(path, (1, 1))
+    elsewhere = tmp_path / "elsewhere"
+    stored(elsewhere)
+    (tmp_path / "link").symlink_to(elsewhere / SPACE)
+    store = Store(tmp_path, 100_000)
+    for number in range(100):
+        store.write(SPACE, f"a{number:03}", NAME, tensors())
+    assert all(path.stat().st_size == 90_000 for path in others)
+    assert list(Store(elsewhere, 1).files(SPACE, BLOCK))
+    assert size_of(tmp_path / SPACE) < 100_000
+
+
 KILLED = """
 import sys, torch
 from pathlib import Path

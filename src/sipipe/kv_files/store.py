@@ -29,6 +29,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 NAME = re.compile(r"(\d{1,5})-(\d{1,5})\.(\d{1,4})-(\d{1,4})\.safetensors")
 NEW = ".new"
 """Ending of the name of a file that is being written."""
+UNFINISHED = re.compile(rf"({NAME.pattern}|manifest\.json)\.\w+\{NEW}")
 LEFT_OVER = 3600.0
 """Seconds after which a file that is being written belongs to a writer that ended amid it."""
 HEADER = 1 << 20
@@ -72,11 +73,7 @@ class Store:
     def files(self, namespace: str, block_hash: str) -> Iterator[tuple[Path, int, int, int]]:
         """A block's files: path, first layer, the layer after the last, rank."""
         folder = self.folder(namespace, block_hash)
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            return
-        for name in sorted(names):
+        for name in sorted(_names(folder)):
             if match := NAME.fullmatch(name):
                 first, end, rank, _ = map(int, match.groups())
                 yield folder / name, first, end, rank
@@ -174,15 +171,13 @@ class Store:
                 return
             self._written = 0
             found: list[tuple[float, int, str]] = []
-            for root, _, names in os.walk(self.directory):
-                for name in names:
-                    path = os.path.join(root, name)
-                    with suppress(OSError):
-                        status = os.lstat(path)
-                        if name.endswith(NEW) and time.time() - status.st_mtime > LEFT_OVER:
-                            os.unlink(path)
-                        elif name.endswith((NEW, ".safetensors")):
-                            found.append((status.st_mtime, status.st_size, path))
+            for path in self._own_files():
+                with suppress(OSError):
+                    status = os.lstat(path)
+                    if path.endswith(NEW) and time.time() - status.st_mtime > LEFT_OVER:
+                        os.unlink(path)
+                    else:
+                        found.append((status.st_mtime, status.st_size, path))
             total = sum(size for _, size, _ in found)
             if total <= self.size * 3 // 4:
                 return
@@ -194,6 +189,19 @@ class Store:
                     total -= size
                     os.rmdir(os.path.dirname(path))  # while other layers are there it stays
 
+    def _own_files(self) -> Iterator[str]:
+        """Paths of the files that a Store has written, of all namespaces, also unfinished ones. Whatever
+        else is in the directory, such as a model's safetensors, is not for this class to remove."""
+        for namespace in _folders(self.directory):
+            folders = [namespace]
+            for beginning in _folders(namespace):
+                blocks = _folders(beginning)
+                folders += [block for block in blocks if block.name[:2] == beginning.name]
+            for folder in folders:
+                for name in _names(folder):
+                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):
+                        yield os.path.join(folder, name)
+
     def _log(self, error: OSError) -> None:
         if not self._logged:
             self._logged = True
@@ -203,6 +211,23 @@ class Store:
                 self.directory,
                 error,
             )
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of what is in a folder; none where it is not there."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _folders(folder: Path) -> list[Path]:
+    """The folders in a folder, without links to others; none where it is not there."""
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
 
 
 def checksum(tensor: torch.Tensor) -> str:
