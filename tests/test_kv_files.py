@@ -2,6 +2,7 @@
 and the size holds."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -68,6 +69,22 @@ def with_nan(path):
     safetensors.torch.save_file(content, path, words | {"name": f"{SPACE}/{BLOCK}"})
 
 
+def with_words(path, words):
+    """The file with another header: ``words`` changes it."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    words(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+def of_another_type(header, dtype="F8_E8M0"):
+    """Tensors of a type that torch's reader of safetensors does not know, though their parser does."""
+    for layer in "01":
+        header[layer] |= {"dtype": dtype, "shape": [256]}
+
+
 DAMAGES = {
     "empty": lambda path: path.write_bytes(b""),
     "gone": Path.unlink,
@@ -80,6 +97,10 @@ DAMAGES = {
     "another block's": lambda path: foreign(path.parents[3], path),
     "not a number": with_nan,
     "another dtype": lambda path: stored(path.parents[3], dtype=torch.float16),
+    "words of nothing": lambda path: with_words(
+        path, lambda header: header.update(__metadata__=None)
+    ),
+    "a type that torch lacks": lambda path: with_words(path, of_another_type),
     "a layer less": lambda path: stored(path.parents[3], layers=(0,)),
 }
 

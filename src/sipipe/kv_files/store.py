@@ -113,9 +113,12 @@ class Store:
             content = file.read(most)
             with suppress(OSError):  # of another user: it is as old as it looks
                 os.utime(handle)
-        tensors = safetensors.torch.load(content)
+        try:
+            tensors = safetensors.torch.load(content)
+        except LookupError as error:  # a type of numbers that torch lacks
+            raise DamagedFileError(f"its tensors are of type {error}") from None
         start = 8 + int.from_bytes(content[:8], "little")
-        words = json.loads(content[8:start]).get("__metadata__", {})
+        words = json.loads(content[8:start]).get("__metadata__") or {}
         if words.get("name") != name:
             raise DamagedFileError("it is another block's")
         read: dict[int, torch.Tensor] = {}
