@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -260,13 +261,85 @@ def test_blocks_with_values_that_are_none_are_not_stored(tmp_path):
 
 
 def test_another_model_is_another_folder(tmp_path):
-    for name, weights in (("a", b"1" * 9000), ("b", b"1" * 8999 + b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(weights)
-    digests = {connector.digest_of_weights(str(tmp_path / name)) for name in "ab"}
-    assert len(digests) == 2
+    """Whichever byte is another one: of a training of one layer's weights, most pieces are equal."""
+    content = bytes(100_000)
+    digests = set()
+    for place in (None, *range(0, len(content), 9_001)):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] = 1
+        (folder / "model.safetensors").write_bytes(changed)
+        digests.add(connector.digest_of_weights(str(folder)))
+    assert len(digests) == 13
     store = Store(tmp_path / "store", 1)
-    assert len({store.namespace({"model": digest}) for digest in digests}) == 2
+    assert len({store.namespace({"model": digest}) for digest in digests}) == 13
+
+
+def test_a_model_of_one_file_or_with_code_of_its_own_is_known_by_what_is_in_it(tmp_path):
+    file = tmp_path / "model.gguf"
+    digests = []
+    for content in (b"1", b"2"):
+        file.write_bytes(content)
+        digests.append(connector.digest_of_weights(str(file)))
+        digests.append(connector.digest_of_weights(str(tmp_path)))
+    (tmp_path / "modeling.py").touch()
+    digests.append(connector.digest_of_weights(str(tmp_path)))
+    assert len(set(digests)) == 5
+    assert connector.digest_of_weights("a-name/on-the-hub") == ""
+
+
+class Config:
+    """A model's configuration as transformers has it."""
+
+    _commit_hash = None
+
+    def to_json_string(self):
+        return "{}"
+
+
+def namespace_of(**changes):
+    """What is compared of a server whose model's configuration has these values."""
+    model = SimpleNamespace(
+        model="a-name/on-the-hub",
+        hf_config=Config(),
+        revision=None,
+        model_impl="auto",
+        max_model_len=4096,
+        disable_sliding_window=False,
+        quantization=None,
+        dtype=torch.float32,
+    )
+    vars(model).update(changes)
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=32, prefix_caching_hash_algo="sha256"
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    return connector.manifest(config, SimpleNamespace(kv_cache_layout="LBHNC"))
+
+
+def test_what_decides_the_keys_of_a_cache_is_compared():
+    """Phi 3's rotary embeddings depend on the longest request; a branch is another commit one day."""
+    changed = [
+        {"max_model_len": 131_072},
+        {"disable_sliding_window": True},
+        {"model_impl": "transformers"},
+        {"dtype": torch.float16},
+        {"quantization": "awq"},
+        {"revision": "main"},
+    ]
+    assert len({json.dumps(namespace_of(**change)) for change in ({}, *changed)}) == 7
+    commits = []
+    for commit in ("abc", "def"):
+        config = Config()
+        config._commit_hash = commit
+        commits.append(namespace_of(hf_config=config, revision="main"))
+    assert commits[0] != commits[1]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ Rejected: writing behind the forward pass, in a thread. The request for the deco
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 FORMAT = 1
 """The version of what is in a file: another one is another namespace."""
+READERS = 4
+"""Files of a checkpoint that are read at once for their digest, each on a core."""
 
 
 @dataclass
@@ -248,8 +251,13 @@ def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "format": FORMAT,
         "vllm": vllm.__version__,
         "model": digest_of_weights(model.model) or model.model,
-        "revision": model.revision or getattr(config, "_commit_hash", None),
+        # A branch, which is what users name, moves on.
+        "revision": getattr(config, "_commit_hash", None) or model.revision,
         "config": hashlib.sha256(config.to_json_string().encode()).hexdigest(),
+        "implementation": str(model.model_impl),
+        # Rotary embeddings may depend on it: Phi 3's short or long factors.
+        "max_model_len": model.max_model_len,
+        "windows": not model.disable_sliding_window,
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
@@ -264,18 +272,27 @@ def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 
 def digest_of_weights(model: str) -> str:
-    """A digest of a local checkpoint's files: names, sizes and sixteen pieces of each; empty: the
-    model is not local, and its name and revision say what it is."""
-    directory = Path(model)
-    if not directory.is_dir():
+    """A digest of all that a local checkpoint's files have, of the names of those in a directory too.
+    Empty: the model is not local, and its name and revision say what it is.
+
+    The files are read whole, as the workers will: of two checkpoints that differ in one tensor, as after
+    a training of some layers, no sample is sure to differ.
+    """
+    path = Path(model)
+    if path.is_file():
+        return _digest_of_file(path)
+    if not path.is_dir():
         return ""
+    patterns = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.py")
+    files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
+    with ThreadPoolExecutor(READERS) as pool:
+        digests = list(pool.map(_digest_of_file, files))
     digest = hashlib.sha256()
-    patterns = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-    for path in sorted(file for pattern in patterns for file in directory.glob(pattern)):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for piece in range(16):
-                file.seek(size * piece // 16)
-                digest.update(file.read(4096))
+    for file, content in zip(files, digests, strict=True):
+        digest.update(f"{file.name} {content} ".encode())
     return digest.hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
