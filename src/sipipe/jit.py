@@ -163,8 +163,9 @@ class _Cache(FunctionCache):
         # The file is executed later, so nobody else may write it, whatever umask the user has.
         umask = os.umask(0o077)
         try:
-            # OSError: the disk is full, or can no longer be written. The code stays in memory.
-            with contextlib.suppress(OSError):
+            # The disk is full, or can no longer be written. Or the index that is there is damaged, which
+            # may raise anything, and could not be removed. The code stays in memory.
+            with contextlib.suppress(Exception):
                 super().save_overload(sig, data)
         finally:
             os.umask(umask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -318,6 +319,13 @@ def test_a_full_disk_costs_only_what_is_not_kept(tmp_path):
     printed, _ = run(package, code + DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))
     assert 0.0 <= float(printed) < 1.0
     assert not [*(tmp_path / "cache").rglob("*.nbc")]
+
+
+def test_a_damaged_index_that_cannot_be_removed_costs_only_what_is_not_kept(monkeypatch):
+    """As in an image that can only be read."""
+    damaged = pickle.UnpicklingError("pickle data was truncated")
+    monkeypatch.setattr(jit.FunctionCache, "save_overload", Mock(side_effect=damaged))
+    jit._Cache.__new__(jit._Cache).save_overload(None, None)
 
 
 @pytest.fixture(scope="module")
