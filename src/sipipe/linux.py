@@ -1,12 +1,14 @@
 """Calls of Linux: two that a Python built for an older one lacks, as uv's (until July 2026) and
 conda's, and two that never wait, for which Python's own would let another thread go on. To have the
-interpreter back takes :data:`sipipe.cores.HAND_OVER` each time, where that one computes."""
+interpreter back takes :data:`sipipe.cores.HAND_OVER` each time, where that one computes. And the
+standard streams that a process may have been started without."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import sys
 
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 _PIDFD_OPEN = 434
@@ -43,6 +45,23 @@ def set_lock(descriptor: int, command: int, flock: bytes) -> None:
     """``fcntl`` with a ``struct flock`` and a command that does not wait. OSError: not to be had."""
     # wait: none: F_OFD_SETLK
     _checked(_LIBC.fcntl(descriptor, command, flock))
+
+
+def open_standard_streams() -> None:
+    """Open ``/dev/null`` for each standard stream that this process was started without, as by
+    ``>&-``. Does nothing where all are open.
+
+    A socket would get the number of a closed one, and every process that is started later would print
+    into it. Python has None for such a stream, and whoever flushes it fails.
+    """
+    null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    while null <= 2:
+        os.set_inheritable(null, True)
+        null = os.open(os.devnull, os.O_RDWR)
+    os.close(null)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the process's life
 
 
 def _checked(result: int) -> int:

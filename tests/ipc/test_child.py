@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 PROGRAM = """
 import atexit, json, os, signal, socket, sys
@@ -81,3 +82,49 @@ def test_what_a_forked_child_has(tmp_path):
             second.wait(20)
         finally:
             process.kill()
+
+
+DETACHED = """
+import os, sys
+from pathlib import Path
+
+from sipipe.ipc.child import start_child
+from sipipe.ipc.exit_now import exit_now
+
+process, control = start_child(
+    ("-m", "named"),
+    [sys.argv[1]],
+    begin=(lambda: None) if sys.argv[2:] else None,
+    env={**os.environ, "PYTHONPATH": sys.argv[1]},
+)
+word = control.recv(10)
+status = process.wait(20)
+Path(sys.argv[1], "parent").write_text(f"{control.fileno() > 2} {word} {status}")
+exit_now(4)
+"""
+NAMED = """
+import os, socket, sys
+from pathlib import Path
+
+socket.socket(fileno=int(sys.argv[1])).send(b"word")
+print("into nothing", flush=True)
+print("into nothing", file=sys.stderr, flush=True)
+files = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+Path(sys.argv[2], "child").write_text(" ".join(files))
+"""
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_process_that_was_started_without_standard_streams(tmp_path, closed, forked):
+    """Nobody prints into a control socket, and the status of the end is the one that was said."""
+    (tmp_path / "named.py").write_text(NAMED)
+    redirections = [f"{number}>&-" for number in closed]
+    words = [sys.executable, "-c", DETACHED, str(tmp_path), *(["forked"] * forked)]
+    shell = ["sh", "-c", f'exec "$@" {" ".join(redirections)}', "sh", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(shell, env=environment, capture_output=True, timeout=60, check=False)
+    assert (tmp_path / "parent").read_text() == "True b'word' 0", done.stderr
+    assert done.returncode == 4
+    files = (tmp_path / "child").read_text().split()
+    assert all(files[number] == os.devnull for number in closed)

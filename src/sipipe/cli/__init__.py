@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from sipipe._version import __version__
 from sipipe.errors import ConfigError, SiPipeError, tell
+from sipipe.linux import open_standard_streams
 
 COMMANDS = {
     "serve": "serve a model through vLLM's OpenAI server, with SiPipe",
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        open_standard_streams()
         # A command that gets SIGTERM cleans up as one that gets Ctrl-C. vLLM's server has a handler of
         # its own.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

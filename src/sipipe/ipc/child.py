@@ -14,6 +14,7 @@ from functools import partial
 from typing import IO, Any
 
 from sipipe.ipc.exit_now import exit_now
+from sipipe.linux import open_standard_streams
 
 
 def start_child(
@@ -36,6 +37,7 @@ def start_child(
             module of ``program``. Without it the child is a new interpreter.
         options: those of ``subprocess.Popen``; for a fork only ``env``.
     """
+    open_standard_streams()  # neither end may have the number of one
     control, child_control = socket.socketpair()
     handed_over = [child_control, *ends]
     numbers = [end.fileno() for end in handed_over]

@@ -22,7 +22,8 @@ def exit_now(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # whoever read it is gone, or it is closed
+        # Whoever read it is gone, it is closed, or there is none.
+        with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(status)
 

@@ -23,6 +23,7 @@ from sipipe.errors import EngineDiedError, tell
 from sipipe.ipc.exit_now import exit_now, no_collections
 from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
 from sipipe.ipc.starter import tied
+from sipipe.linux import open_standard_streams
 
 _run_engine_core = core.EngineCoreProc.run_engine_core
 """vLLM's own, before :func:`watch_ends` puts another in its place."""
@@ -101,6 +102,7 @@ def run_engine(*args: Any, **kwargs: Any) -> None:
 def watch_ends() -> None:
     """Have this process's engines, and whatever else vLLM starts for them, end with it, and errors of
     vLLM's clients name the cause. Safe to call again."""
+    open_standard_streams()
     hold_last_word()
     engine = core.EngineCoreProc
     balancer = coordinator.DPCoordinatorProc
