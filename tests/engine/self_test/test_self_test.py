@@ -1,9 +1,11 @@
 """The self-test beside an engine: when it compares, what it says, what it keeps, and its bounds."""
 
 import contextlib
+import copy
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +18,17 @@ from benchmarks.make_model.checkpoint import make_model
 
 from sipipe.engine.self_test import kept, self_test
 from sipipe.engine.self_test.difference import bound, difference
-from sipipe.engine.self_test.families import VERIFIED, is_verified
+from sipipe.engine.self_test.families import VERIFIED, implementation_of, is_verified
 from sipipe.engine.self_test.kept import Finding, Subject
-from sipipe.engine.self_test.prompts import Position, Reference
+from sipipe.engine.self_test.prompts import (
+    LONGEST,
+    TEXTS,
+    TOKENS,
+    Position,
+    Reference,
+    SilentError,
+    make_prompts,
+)
 from sipipe.engine.self_test.self_test import SelfTest
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.start import arguments, plugin
@@ -26,6 +36,7 @@ from sipipe.errors import UnsupportedError
 
 SUBJECT = Subject(
     architecture="FooForCausalLM",
+    implementation="auto",
     model_config="0" * 64,
     layers=(2, 2),
     ranks=1,
@@ -208,6 +219,7 @@ def test_too_little_memory_is_said(make, log, monkeypatch):
     [
         (["--skip-tokenizer-init"], "there is no tokenizer"),
         (["--load-format", "dummy"], "loaded by --load-format dummy"),
+        (["--max-model-len", "3"], "requests have 3 tokens at most"),
         (
             [
                 "--kv-transfer-config",
@@ -240,6 +252,19 @@ def test_whatever_the_other_process_does_the_engine_goes_on(make, log, monkeypat
     test.compare(None, ())
     assert why in log()
     assert "have not been compared" in log()
+
+
+@given(st.integers(TOKENS + 1, 40), st.integers(0, 40))
+def test_prompts_and_answers_fit_in_the_longest_request(longest, tokens):
+    """A stage has room for no more, and a longer request would end it."""
+    tokenizer = SimpleNamespace(encode=lambda text: [5] * (tokens if text is TEXTS[0] else 1))
+    for prompt in make_prompts(tokenizer, longest):
+        assert 1 <= len(prompt) <= min(LONGEST, longest - TOKENS)
+
+
+def test_a_tokenizer_of_no_tokens_is_said():
+    with pytest.raises(SilentError, match="makes no tokens"):
+        make_prompts(SimpleNamespace(encode=lambda _: []), 100)
 
 
 def test_what_took_time_is_not_tried_again_unless_asked(make, log, monkeypatch):
@@ -310,6 +335,14 @@ def test_the_list_is_that_of_the_page():
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row[1])]
     assert len(set(listed)) == len(listed)
     assert set(listed) == VERIFIED
+
+
+def test_a_finding_is_of_one_implementation(path):
+    """Of one architecture vLLM has a class of its own, transformers' and plugins'."""
+    model = copy.copy(engine_config(path).model_config)
+    implementation = implementation_of(model)
+    model.model_impl = "transformers"
+    assert implementation_of(model) != implementation
 
 
 def test_another_implementation_of_a_verified_family_is_not(path, monkeypatch):

@@ -46,6 +46,14 @@ VERIFIED = frozenset(
 """Architectures, as ``config.json`` names them."""
 
 
+def implementation_of(model: ModelConfig) -> str:
+    """Name of what vLLM takes the model's class from, as far as its configuration tells."""
+    architecture = next(iter(model.architectures), "")
+    registered = model.registry.models.get(architecture)
+    module = getattr(registered, "module_name", "")
+    return f"{model.model_impl} {module} {model.model_class_overrides or ''}".strip()
+
+
 def is_verified(model: ModelConfig) -> bool:
     """True where the model is of a verified family, in vLLM's own implementation of it."""
     architecture = next(iter(model.architectures), "")

@@ -24,6 +24,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Everything that a finding depends on."""
 
     architecture: str
+    implementation: str
+    """Name of what the model's class comes from: vLLM itself, its Transformers backend, a plugin."""
     model_config: str
     """SHA-256 of the model's configuration: one architecture has models with and without shared KV
     caches, experts, embeddings for each layer."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
@@ -53,6 +54,17 @@ class Reference:
 
 class SilentError(Exception):
     """No answer where one was due; says of what."""
+
+
+def make_prompts(tokenizer: TokenizerLike, max_model_len: int) -> list[list[int]]:
+    """Token ids of the prompts, which leave room for an answer in requests of ``max_model_len``
+    tokens. Raises SilentError: the tokenizer makes none."""
+    most = min(LONGEST, max_model_len - TOKENS)
+    prompts = [list(tokenizer.encode(text))[:most] for text in TEXTS]
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
+        raise SilentError("the tokenizer makes no tokens of a text")
+    return prompts
 
 
 def make_requests(prompts: Sequence[Sequence[int]]) -> list[Request]:

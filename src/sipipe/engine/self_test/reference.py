@@ -75,10 +75,10 @@ def compute(vllm_config: VllmConfig) -> Reference:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
-    from sipipe.engine.self_test.prompts import LONGEST, TEXTS, Reference, answer, make_requests
+    from sipipe.engine.self_test.prompts import Reference, answer, make_prompts, make_requests
 
-    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
-    prompts = [list(tokenizer.encode(text))[:LONGEST] for text in TEXTS]
+    model = vllm_config.model_config
+    prompts = make_prompts(cached_tokenizer_from_config(model), model.max_model_len)
     config = alone(vllm_config)
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
 

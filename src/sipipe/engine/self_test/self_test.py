@@ -40,9 +40,9 @@ from vllm.v1.request import RequestStatus
 from sipipe._version import __version__
 from sipipe.engine.self_test import kept
 from sipipe.engine.self_test.difference import bound, difference
-from sipipe.engine.self_test.families import is_verified
+from sipipe.engine.self_test.families import implementation_of, is_verified
 from sipipe.engine.self_test.kept import Finding, Subject
-from sipipe.engine.self_test.prompts import Reference, answer, make_requests
+from sipipe.engine.self_test.prompts import TOKENS, Reference, answer, make_requests
 from sipipe.engine.self_test.reference import KV_BYTES
 from sipipe.engine.self_test.scheduler import make_scheduler
 from sipipe.engine.setup.checkpoint import FILES, weight_bytes
@@ -163,6 +163,8 @@ class SelfTest:
             raise _NotComparedError("a KV connector would take its prompts for requests")
         if self._model.skip_tokenizer_init:
             raise _NotComparedError("there is no tokenizer (--skip-tokenizer-init)")
+        if self._model.max_model_len <= TOKENS:
+            raise _NotComparedError(f"requests have {self._model.max_model_len} tokens at most")
         if load_format not in FILES:
             raise _NotComparedError(f"its weights are loaded by --load-format {load_format}")
         weights = weight_bytes(config)
@@ -253,6 +255,7 @@ class SelfTest:
         config = self._setup.vllm_config
         return Subject(
             architecture=self._name,
+            implementation=implementation_of(self._model),
             model_config=_digest(self._model.hf_config.to_dict()),
             layers=self._setup.layers,
             ranks=self._setup.ranks,
