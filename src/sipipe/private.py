@@ -99,14 +99,22 @@ def cache_base() -> Path:
 
 
 def named_directory() -> Path | None:
-    """The directory that the user names for kernels."""
+    """The directory that the user names for kernels. Raises ConfigError: it begins with the home of a
+    user who has none, such as ``~/kernels`` in a container whose user has no name."""
     named = os.environ.get(VARIABLE)
-    return Path(named).expanduser() if named else None
+    if not named:
+        return None
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise refused(Path(named), error) from None
 
 
 def refused(named: Path, error: Exception) -> ConfigError:
     """Refusal of a named directory that cannot be taken, as one line."""
-    why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    why = str(error).rstrip(".")
+    if isinstance(error, OSError):
+        why = f"{error.filename}: {error.strerror}"
     return ConfigError(
         f"{VARIABLE} {named} cannot keep compiled kernels: {why}. Name a directory of this user "
         "alone, or leave it out"

@@ -228,6 +228,14 @@ def test_a_named_directory_that_cannot_be_made_is_refused(tmp_path: Path, blocke
 
 
 @pytest.mark.ci
+def test_a_named_directory_below_no_home_is_refused(monkeypatch):
+    """As of a container's user without a name, where no shell has put a directory in the place of ~."""
+    monkeypatch.setenv("SIPIPE_CACHE_DIR", "~nobody-has-this-name/kernels")
+    for check in (check_named_directory, lambda: jit.cache_directory(KERNELS)):
+        with pytest.raises(ConfigError, match=r"SIPIPE_CACHE_DIR ~nobody.*home"):
+            check()
+
+
 def test_warm_refuses_it_in_one_line(tmp_path: Path) -> None:
     named = tmp_path / "named"
     named.touch()
