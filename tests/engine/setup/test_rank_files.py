@@ -55,6 +55,19 @@ def test_the_stored_cut_is_the_cut(stored):
         choose(made, layers="even")
 
 
+@pytest.mark.parametrize("stages", [(0,), (0, 1)])
+@pytest.mark.parametrize("tower", [2, 4, 24])
+def test_layers_of_a_vision_tower_are_not_the_decoders(stored, stages, tower):
+    """Whichever stages have the tower, and however many layers it has."""
+    path, made = stored
+    for stage in stages:
+        names = [f"vision_tower.encoder.layers.{n}.mlp.weight" for n in range(tower)]
+        names.append("multi_modal_projector.layers.0.weight")
+        file = path / f"model-pp-{stage}-tp-0-part-1.safetensors"
+        save_file({name: np.zeros(2, np.float32) for name in names}, file)
+    assert stored_cut(made) == choose(made) == (3, 1)
+
+
 def test_files_of_each_stage_and_rank_are_there_and_whole(stored):
     path, made = stored
     missing = path / "model-pp-1-tp-1-part-0.safetensors"

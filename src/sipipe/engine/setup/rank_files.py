@@ -10,7 +10,9 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import safetensors
@@ -21,8 +23,9 @@ from sipipe.errors import ConfigError
 FORMATS = ("sharded_state", "runai_streamer_sharded")
 """vLLM's load formats that read files by rank."""
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-"""Number of the layer in the name of a tensor."""
+_LAYER = re.compile(r"(.*?)\blayers\.(\d+)\.")
+"""Part of the model, and number of the layer in it, in the name of a tensor. A model that sees has
+layers in its vision tower too."""
 
 
 def stored_cut(vllm_config: VllmConfig) -> tuple[int, ...] | None:
@@ -38,19 +41,23 @@ def stored_cut(vllm_config: VllmConfig) -> tuple[int, ...] | None:
     files = [_files(vllm_config, stage, rank=0) for stage in range(stages)]
     if not all(files):
         return None
-    layers = [_layers(files_of_stage) for files_of_stage in files]
+    numbers = [_layers(files_of_stage) for files_of_stage in files]
     total = vllm_config.model_config.get_total_num_hidden_layers()
-    if not any(layers):
-        return None  # the model's tensors have names of another kind
-    in_order = [layer for layers_of_stage in layers for layer in sorted(layers_of_stage)]
-    if in_order != list(range(total)):
-        counts = ", ".join(str(len(layers_of_stage)) for layers_of_stage in layers)
-        raise ConfigError(
-            f'MODEL "{vllm_config.model_config.model}": its files by rank have {counts} layers in '
-            f"stages 0 to {stages - 1}, which are not the model's {total} in order: store it anew for "
-            f"--pipeline-parallel-size {stages}, or serve it with the number that it was stored for"
-        )
-    return tuple(len(layers_of_stage) for layers_of_stage in layers)
+    parts = sorted({part for numbers_of_stage in numbers for part in numbers_of_stage})
+    cuts = [[sorted(of_stage.get(part, ())) for of_stage in numbers] for part in parts]
+    cuts = [layers for layers in cuts if all(layers)]
+    if not cuts:
+        return None  # the decoder's tensors have names of another kind
+    for layers in cuts:
+        if list(chain(*layers)) == list(range(total)):
+            return tuple(map(len, layers))
+    likeliest = max(cuts, key=lambda layers: sum(map(len, layers)))
+    counts = ", ".join(str(len(layers_of_stage)) for layers_of_stage in likeliest)
+    raise ConfigError(
+        f'MODEL "{vllm_config.model_config.model}": its files by rank have {counts} layers in '
+        f"stages 0 to {stages - 1}, which are not the model's {total} in order: store it anew for "
+        f"--pipeline-parallel-size {stages}, or serve it with the number that it was stored for"
+    )
 
 
 def check_rank_files(vllm_config: VllmConfig, host_stages: Iterable[int]) -> None:
@@ -121,14 +128,14 @@ def _check_size(vllm_config: VllmConfig, stages: int, ranks: int) -> None:
             )
 
 
-def _layers(files: Iterable[str]) -> set[int]:
-    """Numbers of the layers that files have weights of."""
-    layers = set()
+def _layers(files: Iterable[str]) -> dict[str, set[int]]:
+    """Numbers of the layers that files have weights of, by the part of the model that has them."""
+    layers: defaultdict[str, set[int]] = defaultdict(set)
     for file in files:
         for name in _tensor_names(file):
-            match = _LAYER.search(name)
+            match = _LAYER.match(name)
             if match is not None:
-                layers.add(int(match[1]))
+                layers[match[1]].add(int(match[2]))
     return layers
 
 
