@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import safetensors.torch  # noqa: E402
 
-from sipipe.errors import ConfigError  # noqa: E402
+from sipipe.errors import ConfigError, UnsupportedError  # noqa: E402
 from sipipe.kv_files import connector  # noqa: E402
 from sipipe.kv_files import store as kv_files  # noqa: E402
 from sipipe.kv_files.settings import settings as read_settings  # noqa: E402
@@ -340,6 +340,41 @@ def test_what_decides_the_keys_of_a_cache_is_compared():
         config._commit_hash = commit
         commits.append(namespace_of(hf_config=config, revision="main"))
     assert commits[0] != commits[1]
+
+
+def worker_of(blocks):
+    """A worker's side, whose scheduler has so many blocks."""
+    files = connector.KVFiles.__new__(connector.KVFiles)
+    files._blocks = blocks
+    files._ranks = 1
+    return files
+
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    "caches",
+    [
+        # An index of tokens beside the keys, as DeepSeek's sparse attention has it.
+        {f"{ATTENTION}.attn": torch.zeros(8, 4), f"{ATTENTION}.indexer.k_cache": torch.zeros(8, 2)},
+        {f"{ATTENTION}.0.attn": torch.zeros(8, 4), f"{ATTENTION}.1.attn": torch.zeros(8, 4)},
+        {f"{ATTENTION}.attn": torch.zeros(2, 9, 4)},  # keys and values apart
+        {f"{ATTENTION}.attn": [torch.zeros(8, 4), torch.zeros(8, 2)]},  # a recurrent layer's states
+    ],
+)
+def test_caches_of_another_form_are_refused(caches):
+    """A block would be stored in part, and taken for whole."""
+    with pytest.raises(UnsupportedError, match="--kv-transfer-config"):
+        worker_of(8).register_kv_caches(caches)
+
+
+def test_a_block_has_all_of_its_kernels_blocks(monkeypatch):
+    """A kernel's blocks may be smaller than the scheduler's."""
+    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 0)
+    files = worker_of(8)
+    files.register_kv_caches({f"{ATTENTION}.attn": torch.arange(32).reshape(16, 2)})
+    assert files._caches[0][3].flatten().tolist() == [12, 13, 14, 15]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from sipipe.errors import UnsupportedError
 from sipipe.kv_files.settings import settings
@@ -95,6 +96,7 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
             self._manager: Any = None
         else:
             self._ranks = vllm_config.parallel_config.tensor_parallel_size
+            self._blocks: int = kv_cache_config.num_blocks
             self._caches: dict[int, torch.Tensor] = {}
             """Each layer's blocks, by the layer's index."""
             self._received: set[str] = set()
@@ -182,7 +184,20 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
     # ---- a worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._caches = {extract_layer_index(name): cache for name, cache in kv_caches.items()}
+        try:
+            self._caches = {
+                # A kernel's blocks may be parts of the scheduler's, as on GPUs.
+                extract_layer_index(name): group_kernel_blocks(cache, self._blocks)
+                for name, cache in kv_caches.items()
+            }
+        except (AssertionError, AttributeError):
+            # A name with numbers of a layer and of a part of it, or states that are no blocks.
+            self._caches = {}
+        if len(self._caches) < len(kv_caches):
+            raise UnsupportedError(
+                "KVFiles keeps one cache a layer, an entry for each block, and this model has others: "
+                "leave out --kv-transfer-config"
+            )
         first = min(self._caches)
         end = max(self._caches) + 1
         rank = get_tensor_model_parallel_rank()
