@@ -300,6 +300,8 @@ def digest_of_weights(model: str) -> str:
         return ""
     patterns = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.py")
     files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
+    gigabytes = sum(file.stat().st_size for file in files) / 1e9
+    logger.info("KVFiles reads the checkpoint (%.1f GB) to know it by its content", gigabytes)
     with ThreadPoolExecutor(READERS) as pool:
         digests = list(pool.map(_digest_of_file, files))
     digest = hashlib.sha256()
