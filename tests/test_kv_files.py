@@ -2,6 +2,7 @@
 and the size holds."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -179,6 +180,20 @@ def test_the_size_holds_with_several_writers_and_what_was_used_last_stays(tmp_pa
         used = store.folder(SPACE, "e000") / NAME
         os.utime(used, (2**31, 2**31))  # each time it was read last
     store.read(used, f"{SPACE}/e000", tensors(1))
+
+
+def test_a_writer_stores_little_while_another_one_removes_files(tmp_path):
+    bound = 100_000
+    store = Store(tmp_path, bound)
+    store.write(SPACE, "before", NAME, tensors())
+    before = size_of(tmp_path)
+    with open(tmp_path / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for number in range(100):
+            store.write(SPACE, f"amid{number:03}", NAME, tensors())
+        assert before < size_of(tmp_path) <= bound / 16 + before
+    store.write(SPACE, "behind", NAME, tensors())
+    assert (store.folder(SPACE, "behind") / NAME).exists()
 
 
 def test_what_a_writer_left_that_ended_amid_a_file_is_removed(tmp_path):

@@ -134,7 +134,11 @@ class Store:
     def write(
         self, namespace: str, block_hash: str, name: str, tensors: dict[int, torch.Tensor]
     ) -> None:
-        """Store a block, if the disk takes it and its values are finite: nothing depends on it."""
+        """Store a block, if the disk takes it and its values are finite: nothing depends on it.
+
+        While another writer removes files, this one stores a sixteenth of the size at most, so that
+        four of them stay within it however long that takes.
+        """
         folder = self.folder(namespace, block_hash)
         copies = {str(layer): tensor.cpu().contiguous() for layer, tensor in tensors.items()}
         if not all(map(is_finite, copies.values())):
@@ -143,6 +147,10 @@ class Store:
         words["name"] = f"{namespace}/{block_hash}"
         content = safetensors.torch.save(copies, words)
         try:
+            if self._written * 16 > self.size:
+                self.evict()
+            if self._written * 16 > self.size:
+                return
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._put(folder / name, content)
