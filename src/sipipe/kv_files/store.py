@@ -148,6 +148,7 @@ class Store:
         content = safetensors.torch.save(copies, words)
         try:
             if self._written * 16 > self.size:
+                self.directory.mkdir(parents=True, exist_ok=True)
                 self.evict()
             if self._written * 16 > self.size:
                 return
