@@ -546,7 +546,6 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
 @pytest.mark.slow
 def test_a_worker_that_is_killed_while_it_loads_ends_both_hosts(serve):
     served = serve("-pp", "2")
-    served.wait_for(1, "OpenMP thread binding info")  # said just before workers start
     wait_until(lambda: served.find(1, "sipipe.worker"), START)
     served.process(1, "sipipe.worker").kill()
     end = "ended while starting"
