@@ -206,7 +206,7 @@ class TracedWorker(CPUWorker):
         runner, group = self.model_runner, get_pp_group()
         run, model = runner.execute_model, runner.get_model()
         # vLLM has no hook around its forward pass.
-        forward = runner._model_forward
+        forward = runner._model_forward  # noqa: SLF001
 
         def execute(*args: Any, **kwargs: Any) -> Any:
             self._sipipe_prepare = _now()
@@ -218,7 +218,7 @@ class TracedWorker(CPUWorker):
 
         timed_forward = self._sipipe_timed(forward, Phase.FORWARD)
         runner.execute_model = execute
-        runner._model_forward = prepared_forward
+        runner._model_forward = prepared_forward  # noqa: SLF001
         if hasattr(model, "compute_logits"):
             model.compute_logits = self._sipipe_timed(model.compute_logits, Phase.LOGITS)
         if group.world_size > 1:

@@ -32,7 +32,7 @@ def test_by_its_instructions(tmp_path, monkeypatch, machine, flags, slow):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="another kind of CPU")
 def test_this_machine_as_torch_says():
     # Nothing public of torch's says it.
-    assert cpu_features.slow() != torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert cpu_features.slow() != torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 
 
 @pytest.mark.parametrize("slow", [True, False])

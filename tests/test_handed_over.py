@@ -199,7 +199,7 @@ def test_the_torch_that_vllm_asks_for_was_looked_at():
 
 def test_gloo_has_the_options_that_we_set():
     # The name that torch itself has for them, and that SiPipe uses.
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # noqa: SLF001
     assert hasattr(options, "_timeout")
     assert hasattr(options, "_devices")
     assert callable(ProcessGroupGloo.create_device)

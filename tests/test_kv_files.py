@@ -352,7 +352,7 @@ def test_what_decides_the_keys_of_a_cache_is_compared():
     commits = []
     for commit in ("abc", "def"):
         config = Config()
-        config._commit_hash = commit
+        config._commit_hash = commit  # noqa: SLF001
         commits.append(namespace_of(hf_config=config, revision="main"))
     assert commits[0] != commits[1]
 
@@ -360,8 +360,8 @@ def test_what_decides_the_keys_of_a_cache_is_compared():
 def worker_of(blocks):
     """A worker's side, whose scheduler has so many blocks."""
     files = connector.KVFiles.__new__(connector.KVFiles)
-    files._blocks = blocks
-    files._ranks = 1
+    files._blocks = blocks  # noqa: SLF001
+    files._ranks = 1  # noqa: SLF001
     return files
 
 
@@ -389,7 +389,7 @@ def test_a_block_has_all_of_its_kernels_blocks(monkeypatch):
     monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 0)
     files = worker_of(8)
     files.register_kv_caches({f"{ATTENTION}.attn": torch.arange(32).reshape(16, 2)})
-    assert files._caches[0][3].flatten().tolist() == [12, 13, 14, 15]
+    assert files._caches[0][3].flatten().tolist() == [12, 13, 14, 15]  # noqa: SLF001
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ class EmulatedWorker(WorkerBase):
 
     def init_device(self) -> None:
         # vLLM makes it of processes alone, and its scheduler's side asks it for the stage.
-        parallel_state._PP = PipelineStandIn(self.place)
+        parallel_state._PP = PipelineStandIn(self.place)  # noqa: SLF001
         self.device = torch.device("cpu")
         torch.set_num_threads(1)
 

@@ -35,7 +35,7 @@ def start_by_fork() -> None:
     multiprocessing.util.spawnv_passfds = spawn_by_fork
     subprocess.Popen = _Popen
     # As SiPipe's server does (:mod:`sipipe.engine.children.forking`).
-    registry._run_in_subprocess = partial(look_by_fork, registry._run_in_subprocess)
+    registry._run_in_subprocess = partial(look_by_fork, registry._run_in_subprocess)  # noqa: SLF001
 
 
 class _Popen(subprocess.Popen):

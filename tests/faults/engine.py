@@ -249,12 +249,12 @@ def _serve(core, scenario, said, report):
 def _run_finalizers():
     """Do what :mod:`multiprocessing` does at the end of a process that it has started, as it has vLLM's
     core, and as no fork of a test's own has it done."""
-    multiprocessing.util._exit_function()
+    multiprocessing.util._exit_function()  # noqa: SLF001
 
 
 def _children(core):
     """The engine's processes by name, to be killed and stopped by a fault."""
-    return core.model_executor._pipeline._host._children._children if core is not None else {}
+    return core.model_executor._pipeline._host._children._children if core is not None else {}  # noqa: SLF001
 
 
 def _outside(core, fault, report):

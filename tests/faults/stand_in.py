@@ -60,7 +60,7 @@ class StandInWorker(Worker, EmulatedWorker):
         """What a KV connector moves is the runner's cache."""
         if self.vllm_config.kv_transfer_config is not None:
             # vLLM makes it of processes alone, and its connectors ask it for their rank.
-            parallel_state._TP = SimpleNamespace(
+            parallel_state._TP = SimpleNamespace(  # noqa: SLF001
                 rank_in_group=0, broadcast_object=lambda one, **_: one
             )
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)

@@ -115,7 +115,7 @@ class Week:
             params,
             pooling_params=None,
             # That of all requests for these blocks, which a request does not show.
-            block_hasher=known._block_hasher,
+            block_hasher=known._block_hasher,  # noqa: SLF001
         )
         ends = self._chances.randrange(length) if self._chances.random() < 0.1 else -1
         expected = self._asked["expected"][known.request_id][:length]

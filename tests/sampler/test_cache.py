@@ -333,7 +333,7 @@ def test_a_damaged_index_that_cannot_be_removed_costs_only_what_is_not_kept(monk
     """As in an image that can only be read."""
     damaged = pickle.UnpicklingError("pickle data was truncated")
     monkeypatch.setattr(jit.FunctionCache, "save_overload", Mock(side_effect=damaged))
-    jit._Cache.__new__(jit._Cache).save_overload(None, None)
+    jit._Cache.__new__(jit._Cache).save_overload(None, None)  # noqa: SLF001
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_no_more_is_kept_of_a_sequence_than_trees_are_deep(drafts, monkeypatch):
     monkeypatch.setattr(SuffixDecodingCache, "speculate", note)
     drafts.join(1, int32(range(1, 40)), int32(range(1, 20)))
     # The library may be told less than what is kept.
-    sequence = drafts._all[1]
+    sequence = drafts._all[1]  # noqa: SLF001
     assert len(sequence.end) == 8
     for token in range(1, 30):
         drafts.append([1, 1], [token, token + 1])

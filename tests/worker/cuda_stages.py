@@ -140,14 +140,14 @@ class DeviceTurns:
 
     def calls(self):
         """Whether the next turn is a call."""
-        return bool(self._buffer._calls)
+        return bool(self._buffer._calls)  # noqa: SLF001
 
     def may_run(self):
         """Whether an iteration is prepared."""
-        return self._buffer._turns.may_read
+        return self._buffer._turns.may_read  # noqa: SLF001
 
     def take(self):
-        self._buffer._run_one()
+        self._buffer._run_one()  # noqa: SLF001
 
 
 def send_at_once(sender):
@@ -158,12 +158,12 @@ def send_at_once(sender):
     sender.flush()
 
     def transmit(job):
-        sender._transmit(job)
-        sender._completed += 1
+        sender._transmit(job)  # noqa: SLF001
+        sender._completed += 1  # noqa: SLF001
 
-    end = sender._jobs.put
+    end = sender._jobs.put  # noqa: SLF001
     jobs = SimpleNamespace(put=lambda job: end(None) if job is None else transmit(job))
-    sender._jobs = jobs
+    sender._jobs = jobs  # noqa: SLF001
 
 
 class Preparing:

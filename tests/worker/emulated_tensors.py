@@ -42,7 +42,7 @@ _FACTORIES = {
     torch.tensor,
 }
 # The name is torch's, and has no underscore-free twin.
-_to_copy = aten._to_copy.default
+_to_copy = aten._to_copy.default  # noqa: SLF001
 _COPIES = {_to_copy, aten.to.dtype_layout, aten.to.device, aten.to.dtype}
 
 
@@ -61,7 +61,7 @@ class DeviceTensor(torch.Tensor):
     def __new__(cls, memory: torch.Tensor, block: Any, index: int) -> DeviceTensor:
         with torch.inference_mode(False):  # views are taken inside and outside of it
             # torch's documented door for tensors of another's, in spite of its name
-            found = torch.Tensor._make_wrapper_subclass(
+            found = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
                 cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device="meta"
             )
         found.memory, found.block, found.index = memory, block, index
@@ -142,7 +142,7 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():
             machine.wait(HOST_TENSOR, (machine.stream_of(first.index), 0))
     # torch says nowhere else whether an operator writes to its arguments
-    if func._schema.is_mutable:
+    if func._schema.is_mutable:  # noqa: SLF001
         machine.launch(lambda: func(*there, **names), first.index)
         return args[0]
     shapes = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (there, names))
@@ -204,7 +204,7 @@ class FactoriesThread(threading.Thread):
 def pointed(reference: Any) -> Any:
     """What ``ctypes.byref`` refers to."""
     # A real driver finds it by its address; ctypes has no other way for Python.
-    return reference._obj
+    return reference._obj  # noqa: SLF001
 
 
 class CopiedMatrix(ctypes.Structure):

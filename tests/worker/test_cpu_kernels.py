@@ -178,9 +178,9 @@ def test_drawn_tokens_are_taken_over(batch, before):
         input_batch.post_update_num_computed_tokens(batch.index, states[0], batch.starts)
         accepted = torch.full((ROWS,), -7, dtype=torch.int32)
         # The kernels by their names in vLLM, which `both` replaces.
-        scatter = mamba_hybrid._scatter_num_accepted_kernel
+        scatter = mamba_hybrid._scatter_num_accepted_kernel  # noqa: SLF001
         scatter[(batch.count,)](masked, counts, accepted)
-        fill = mamba_hybrid._fill_num_accepted_kernel
+        fill = mamba_hybrid._fill_num_accepted_kernel  # noqa: SLF001
         fill[(1,)](batch.index[:1], accepted, 3)
         return *states, known, total, accepted
 

@@ -157,7 +157,7 @@ def test_promises_over_random_histories(events, slots, max_moves, min_sequences,
         assert all(before[id] == plan.slot for id in movers), "a slot gave that was not visited"
         # A slot that opens or closes takes what it takes, for as many visits as it takes; that happens
         # only where it may. How long it goes on, the policy alone knows.
-        assert len(movers) <= max_moves or (min_sequences > 1 and policy._resizing)
+        assert len(movers) <= max_moves or (min_sequences > 1 and policy._resizing)  # noqa: SLF001
         if min_sequences == 1:
             changed = len(before.keys() ^ after.keys())
             assert spread(policy) <= max(1, spread_before + changed)
@@ -362,7 +362,7 @@ def test_between_slots_of_equal_counts_a_sequence_joins_the_one_with_less_contex
     before = [Sequence(*one, True) for one in contexts.items()]
     for sequence, slot in zip(before, (0, 0, 1, 2), strict=True):
         # Where the new one's prompt ended, slot 0 is full. No history of visits is needed for that.
-        policy._place(sequence, slot)
+        policy._place(sequence, slot)  # noqa: SLF001
     visit(policy, [*before, Sequence("new", 1, True)], pending_prefill=0)
     assert policy.slot_of["new"] == 2
 
@@ -404,4 +404,4 @@ def test_a_sequence_that_leaves_leaves_no_mark(visits):
             pending_prefill=0,
         )
         # What a mark does, a later request would show that has the same id, in one of many visits.
-        assert policy._waits <= policy.slot_of.keys()
+        assert policy._waits <= policy.slot_of.keys()  # noqa: SLF001

@@ -74,7 +74,7 @@ def configs(model):
 def preempt(scheduler, request) -> None:
     """Have vLLM's scheduler take a request's blocks back, which it does to one where blocks run out."""
     scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0)
+    scheduler._preempt_request(request, 0.0)  # noqa: SLF001
 
 
 @pytest.fixture(params=[PipelineScheduler, AsyncPipelineScheduler])
@@ -536,7 +536,7 @@ def test_what_the_encoder_holds_back_holds_nothing_else_back(ours, configs):
     image = SimpleNamespace(status=RequestStatus.WAITING, num_computed_tokens=0)
     allowance = SimpleNamespace(starts=True, tokens=9, chunk=lambda _, tokens: tokens)
     # The models of tests have no encoder whose budget could be spent.
-    clipped = scheduler._clip(allowance, image, 0, 0)
+    clipped = scheduler._clip(allowance, image, 0, 0)  # noqa: SLF001
     assert (clipped, scheduler.max_num_active_reqs) == (0, 8)
 
 

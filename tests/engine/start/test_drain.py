@@ -49,7 +49,7 @@ class Engine(EngineCoreProc):
 @pytest.fixture(autouse=True)
 def mended(monkeypatch):
     # Another is put in its place, and goes with this fixture.
-    own = EngineCoreProc._handle_shutdown
+    own = EngineCoreProc._handle_shutdown  # noqa: SLF001
     monkeypatch.setattr(EngineCoreProc, "_handle_shutdown", own)
     monkeypatch.setattr(AsyncLLM, "shutdown", AsyncLLM.shutdown)
     drain_though_paused()

@@ -28,7 +28,7 @@ def front(monkeypatch):
     for name in ("_add_streaming_input_request", "add_request"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
-    check = InputProcessor._validate_model_input
+    check = InputProcessor._validate_model_input  # noqa: SLF001
     monkeypatch.setattr(InputProcessor, "_validate_model_input", check)
 
     return Front()
@@ -149,6 +149,6 @@ def test_a_token_without_a_row_in_the_model_is_refused(monkeypatch, kind, in_tok
     prompt = {"type": kind, "prompt_token_ids": [5, largest, 7]}
     if kind == "token" and in_tokenizer > 1000 and largest >= 1024:
         with pytest.raises(VLLMValidationError, match=f"token {largest}, .* vocabulary has 1000"):
-            InputProcessor._validate_model_input(processor, prompt, "decoder")
+            InputProcessor._validate_model_input(processor, prompt, "decoder")  # noqa: SLF001
     else:
-        InputProcessor._validate_model_input(processor, prompt, "decoder")
+        InputProcessor._validate_model_input(processor, prompt, "decoder")  # noqa: SLF001

@@ -35,7 +35,7 @@ def stage_logits(project: Any) -> StageLogits:
 
 
 # vLLM asks itself in this way
-@pytest.mark.skipif(not ops._supports_onednn, reason="no oneDNN in this vLLM")
+@pytest.mark.skipif(not ops._supports_onednn, reason="no oneDNN in this vLLM")  # noqa: SLF001
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 32])
 def test_vllm_s_projection_lands_where_it_should(dtype, rows):

@@ -58,7 +58,7 @@ class Model(torch.nn.Module):
 def gather_by(model, gather):
     """Have ``gather`` make whole rows of the ranks' columns, in the place of a collective."""
     # vLLM's seam, on which `StageLogits` stands as well: its class must stay vLLM's own.
-    model.processor._gather_logits = gather
+    model.processor._gather_logits = gather  # noqa: SLF001
 
 
 def stage_logits(model):
