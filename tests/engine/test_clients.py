@@ -1,12 +1,18 @@
-"""Clients get stock's answers from a server of SiPipe: openai's client, and plain HTTP.
+"""Clients get stock's answers from a server of SiPipe: openai's client, LangChain, litellm, lm_eval,
+GuideLLM, and plain HTTP.
 
 Each call is made of both servers, and what they answer is compared as a whole but for names and times.
-All tokens are greedy, since a seed draws other tokens than stock's (docs/compatibility.md).
+All tokens are greedy, since a seed draws other tokens than stock's (docs/compatibility.md). Those
+clients that .venv has not run in an environment of their own (scripts/clients.py), each as a program in
+clients/ that asks both servers and prints what they answered.
 """
 
 import http.client
 import json
+import os
+import subprocess
 from contextlib import ExitStack
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import openai
@@ -14,6 +20,7 @@ import pytest
 from tests.engine import servers
 from tests.engine.engines import model
 from tests.engine.servers import MODEL, Server
+from tests.programs import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.ci]
 
@@ -32,6 +39,17 @@ VOLATILE = frozenset(
     }
 )
 """Fields that differ from one answer to the next, or name a file."""
+PROGRAMS = Path(__file__).with_name("clients")
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGSMITH_TRACING": "false",
+    "DO_NOT_TRACK": "1",
+    "NO_PROXY": "127.0.0.1",
+}
+"""Variables of clients that are to ask nobody but the servers."""
 TEXT = "Once upon a time there was a pipeline"
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -234,6 +252,47 @@ def assert_alike(addresses, ask) -> None:
             answers.append(ask(client))
     ours, stocks = answers
     assert ours == stocks
+
+
+@pytest.fixture(scope="module")
+def clients_python() -> Path:
+    """The Python that has the clients that .venv has not."""
+    script = load("scripts", "clients.py")
+    try:
+        return script.make()
+    except script.UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def answers_of(program, clients_python, addresses, models, tmp_path) -> list:
+    """What each server answered one of :data:`PROGRAMS`."""
+    command = [clients_python, PROGRAMS / f"{program}.py", MODEL, model(models), *addresses]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**inherited, **OFFLINE, "HF_HOME": str(tmp_path), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-8000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(1200)  # with the download
+@pytest.mark.parametrize("program", ["langchain_calls", "litellm_calls", "lm_eval_tasks"])
+def test_answers_of_other_clients_equal_stocks(
+    program, clients_python, addresses, models, tmp_path
+):
+    ours, stocks = answers_of(program, clients_python, addresses, models, tmp_path)
+    assert ours.keys() == stocks.keys()
+    for call, answer in ours.items():
+        assert comparable(answer) == comparable(stocks[call]), call
+
+
+@pytest.mark.timeout(1200)  # with the download
+def test_guidellms_requests_end_well(clients_python, addresses, models, tmp_path):
+    reports = answers_of("guidellm_load", clients_python, addresses, models, tmp_path)
+    ours, stocks = reports
+    assert ours == stocks
+    for report in ours.values():
+        assert report["requests"]["errored"] == 0
+        assert report["requests"]["successful"] == report["requests"]["total"] > 0
 
 
 def text(content: object) -> str:
