@@ -5,6 +5,9 @@ import itertools
 import msgspec
 import numpy as np
 import pytest
+
+pytest.importorskip("vllm")
+
 import torch
 from benchmarks.emulation.profile import Curve, Profile
 from benchmarks.emulation.worker import EmulatedDevice
