@@ -7,7 +7,9 @@ import asyncio
 import json
 import sys
 
+from langchain_core.exceptions import OutputParserException
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import ValidationError
 
 TEXT = "Once upon a time there was a pipeline"
 CHAT = [("system", "Be brief."), ("human", "What is a microbatch?")]
@@ -49,15 +51,25 @@ def answers(model: str, address: str) -> dict[str, object]:
         "log-probabilities": fields(chat.bind(logprobs=True, top_logprobs=2).invoke(CHAT)),
         "stream": "".join(chunk.content for chunk in chat.stream(CHAT)),
         "batch": [fields(message) for message in chat.batch([CHAT, "A stage is", "A rank is"])],
-        "tools, required": fields(required.invoke(CHAT)),
-        "tools, named": fields(named.invoke(CHAT)),
-        "tools, by their parser": fields(parsed.invoke(CHAT)),
-        "structured output": by_schema.invoke(CHAT),
-        "structured output by a function": by_function.invoke(CHAT),
+        "tools, required": called(required),
+        "tools, named": called(named),
+        "tools, by their parser": called(parsed),
+        "structured output": called(by_schema),
+        "structured output by a function": called(by_function),
         "completion": text.invoke(TEXT),
         "completion, streamed": "".join(text.stream(TEXT)),
         "completions": text.batch([TEXT, "Stages"]),
     }
+
+
+def called(chat) -> object:
+    """What ``chat`` answers, or why LangChain cannot read that: vLLM does not hold the arguments of a
+    named tool to its schema, and the tests' model is a random one."""
+    try:
+        answer = chat.invoke(CHAT)
+    except (OutputParserException, ValidationError) as error:
+        return str(error)
+    return fields(answer) if hasattr(answer, "response_metadata") else answer
 
 
 def fields(message) -> dict[str, object]:
