@@ -66,7 +66,7 @@ def _fill(folder: Path, behind: str) -> None:
     """Make the environment in ``folder``, with .venv's packages in ``behind`` after its own."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    options, variables = _setup().as_uv_has_it(sys.executable)
+    options, variables = setup_script().as_uv_has_it(sys.executable)
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
     command += [*options, "--no-deps", f"--requirement={LOCK}"]
     environment = {**os.environ, **variables}
@@ -85,7 +85,7 @@ def _fill(folder: Path, behind: str) -> None:
     (packages / "behind.pth").write_text(f"{behind}\n")
 
 
-def _setup() -> ModuleType:
+def setup_script() -> ModuleType:
     """scripts/setup, which knows what pip is told of indexes, in uv's words."""
     loader = SourceFileLoader("setup", str(ROOT / "scripts" / "setup"))
     module = module_from_spec(spec_from_loader("setup", loader))

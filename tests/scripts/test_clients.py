@@ -12,8 +12,8 @@ def script(tmp_path, monkeypatch):
     module = load("scripts", "clients.py")
     lock = tmp_path / "clients.lock"
     lock.write_text("# nothing\n")
-    setup = module._setup()
-    monkeypatch.setattr(module, "_setup", lambda: setup)
+    setup = module.setup_script()
+    monkeypatch.setattr(module, "setup_script", lambda: setup)
     monkeypatch.setattr(module, "LOCK", lock)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setenv("UV_OFFLINE", "1")
