@@ -1,4 +1,4 @@
-"""Prints a Python that has LangChain, litellm, lm_eval and GuideLLM, for tests that compare answers.
+"""Makes a Python that has LangChain, litellm, lm_eval and GuideLLM, for tests that compare answers.
 
 They cannot be in .venv: they ask for other versions than the engine does. Their environment has what
 requirements/clients.lock names, and behind that .venv's packages: torch, which GuideLLM imports, is
@@ -7,7 +7,6 @@ taken from there and not downloaded again. It is made once, and named by a hash 
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import os
@@ -29,17 +28,6 @@ SECONDS = 300
 
 class UnavailableError(Exception):
     """Why there is no such Python, in one line."""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
-    try:
-        print(make())
-    except UnavailableError as error:
-        print(f"clients: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def make() -> Path:
@@ -91,7 +79,3 @@ def setup_script() -> ModuleType:
     module = module_from_spec(spec_from_loader("setup", loader))
     loader.exec_module(module)
     return module
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 from itertools import groupby
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 
 import sipipe
 from scripts import hooks as script
+from sipipe.versions import SUPPORTED_VLLM, installed_vllm
 from sipipe.worker.hooks.table import HOOKS, Hook
 
 SOURCE = Path(sipipe.__file__).parent
+MOVED = "self.kv_connector.post_forward"
+"""Call whose place in vLLM's pass is another one since 0.33."""
 
 
 def calls_of(caller: str) -> list[str]:
@@ -44,7 +48,30 @@ def test_vllm_makes_the_calls_in_this_order(caller):
     pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
     # A call has several rows where different stages have different things there.
     named = [call for call, _ in groupby(hook.call for hook in HOOKS if hook.caller == caller)]
+    if caller.endswith("GPUModelRunner.sample_tokens") and not is_first_supported():
+        # Later releases ask the connector before they take in what was sampled.
+        named.remove(MOVED)
+        named.insert(named.index("self.postprocess_sampled"), MOVED)
     assert in_order(calls_of(caller), named), named
+
+
+def is_first_supported() -> bool:
+    installed = installed_vllm()
+    assert installed is not None
+    return installed.version.split("+")[0] == SUPPORTED_VLLM[0]
+
+
+def test_a_connector_takes_what_vllms_takes():
+    pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    from sipipe.worker.hooks.kv_connector import ReportingKVConnector
+
+    for name in ("pre_forward", "post_forward"):
+        _, *parameters = inspect.signature(getattr(ActiveKVConnector, name)).parameters
+        inspect.signature(getattr(ReportingKVConnector, name)).bind(
+            None, *(None for _ in parameters)
+        )
 
 
 def test_another_order_is_noticed():

@@ -60,8 +60,10 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         self._error = next((load.reason for load in self._loads if load.reason), "")
         super().pre_forward(scheduler_output, *args, **kwargs)
 
-    def post_forward(self, finished_req_ids: set[str]) -> KVConnectorOutput | None:
-        output = super().post_forward(finished_req_ids)
+    def post_forward(self, *args: Any, **kwargs: Any) -> KVConnectorOutput | None:
+        output = super().post_forward(
+            *args, **kwargs
+        )  # 0.33 also says if the step's end is put off
         if output is None:
             return None
         received = (output.finished_recving or set()) - self._reported
