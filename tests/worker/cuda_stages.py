@@ -644,8 +644,10 @@ class Rig:
         found = {}
         for name, actor in self.actors.items():
             if name == "head 0" and actor.idle:
-                # Else it waits for the rows with the turn that is the last stage's.
-                if self.products and self.products[0] < self.launched[1]:
+                # Else it waits for the rows with the turn that is the last stage's, which sends them
+                # at the end of its pass.
+                sent = self.launched[1] - (1 in self.running)
+                if self.products and self.products[0] < sent:
                     found[name] = lambda of=actor: (self.products.popleft(), of.let())
             elif not actor.free and (not actor.idle or not actor.items.empty()):
                 found[name] = actor.let
