@@ -44,6 +44,7 @@ from aiohttp import (
     TCPConnector,
     web,
 )
+from aiohttp.http_exceptions import HttpProcessingError
 
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 UNREACHABLE = (ClientError, TimeoutError, OSError)
@@ -69,6 +70,16 @@ def failure(status: int, message: str) -> web.Response:
     kind = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error") + "Error"
     error = {"message": message, "type": kind, "code": status}
     return web.json_response({"error": error}, status=status)
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A filter of aiohttp's log: what a client sends that is no HTTP is one line there."""
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, HttpProcessingError):
+        reason = " ".join(str(error).split())[:MOST_REASON]
+        record.msg = f"{record.getMessage()}: {reason}"
+        record.args = record.exc_info = None
+    return True
 
 
 class RefusedError(Exception):
@@ -496,6 +507,7 @@ def main() -> None:
         max_body=math.ceil(options.max_body * MEBIBYTE),
         keys=tuple(each for each in keys if each),
     )
+    logging.getLogger("aiohttp.server").addFilter(without_traceback)
     try:
         web.run_app(router.app(), host=options.host, port=options.port, **router.limits())
     except (OSError, UnicodeError) as error:

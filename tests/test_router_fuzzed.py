@@ -176,3 +176,29 @@ def test_a_port_that_is_taken_is_said_in_one_line():
     assert ran.returncode == 1
     (line,) = ran.stderr.splitlines()
     assert line.startswith(f"prefill_router: cannot listen on 127.0.0.1:{port}: ")
+
+
+NO_HTTP = [
+    b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+    b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+    b"GET / HTTP/9\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n",
+]
+
+
+def test_what_is_no_http_is_a_line_of_the_log():
+    port = free_port()
+    command = [sys.executable, str(ROUTER), *BOTH, "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as router:
+        try:
+            while b"Running" not in router.stdout.readline():
+                assert router.poll() is None
+            answers = [said_to(port, sent) for sent in (*NO_HTTP, *NO_HTTP)]
+        finally:
+            router.terminate()
+        log = router.communicate(timeout=60)[1].decode()
+    assert {answer[9:12] for answer in answers} == {b"400"}, answers
+    assert "Traceback" not in log
+    assert len(log.splitlines()) <= len(answers), log

@@ -6,6 +6,7 @@ Guarantees: a file appears whole or not at all; what is read is what was written
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,6 +33,8 @@ NEW = ".new"
 UNFINISHED = re.compile(rf"({NAME.pattern}|manifest\.json)\.\w+\{NEW}")
 LEFT_OVER = 3600.0
 """Seconds after which a file that is being written belongs to a writer that ended amid it."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk, or a user's share of it, that has less room than the store's size."""
 HEADER = 1 << 20
 """Bytes that a file may have besides its tensors."""
 
@@ -163,6 +166,13 @@ class Store:
                 self.evict()
         except OSError as error:
             self._log(error)
+            if error.errno in FULL:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Remove what was used longest ago: the disk is smaller than the size, or others fill it."""
+        with suppress(OSError):
+            self.evict(disk_is_full=True)
 
     def _put(self, path: Path, content: bytes) -> None:
         new = path.with_name(f"{path.name}.{uuid.uuid4().hex}{NEW}")
@@ -173,9 +183,13 @@ class Store:
             new.unlink(missing_ok=True)
             raise
 
-    def evict(self) -> None:
+    def evict(self, *, disk_is_full: bool = False) -> None:
         """Remove the files that were used longest ago while there are more than 3/4 of the size, to
-        5/8 of it; and what writers left that ended amid a file."""
+        5/8 of it; and what writers left that ended amid a file.
+
+        Args:
+            disk_is_full: take what there is for the size.
+        """
         with open(self.directory / ".lock", "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,10 +205,11 @@ class Store:
                     else:
                         found.append((status.st_mtime, status.st_size, path))
             total = sum(size for _, size, _ in found)
-            if total <= self.size * 3 // 4:
+            most = min(self.size, total) if disk_is_full else self.size
+            if total <= most * 3 // 4:
                 return
             for _, size, path in sorted(found):
-                if total <= self.size * 5 // 8:
+                if total <= most * 5 // 8:
                     break
                 with suppress(OSError):
                     os.unlink(path)
@@ -218,8 +233,8 @@ class Store:
         if not self._logged:
             self._logged = True
             logger.warning(
-                "KVFiles cannot write to %s (%s): prompts are computed, and not kept. This is logged "
-                "once",
+                "KVFiles cannot write to %s (%s): prompts are computed, and not kept. Where the disk is "
+                "full, files that were used longest ago are removed. This is logged once",
                 self.directory,
                 error,
             )
