@@ -153,17 +153,12 @@ def plan_cores(
     if placement == "off":
         count = max(1, min(most, spare - 1)) if samplers == "auto" else samplers
         return _placed((), CorePlacement(), stages, tensor_parallel, count)
-    only = device == "cpu" and alone(cores, workers)
-    if spare <= 0 or only:  # workers in turn over the cores, samplers and scheduler on any
+    if device == "cpu" and alone(cores, workers):
+        all_cores = tuple(core.cpus[0] for core in cores)
+        return _beside_samplers(cores, [all_cores], tensor_parallel, samplers)
+    if spare <= 0:
         turns = [places[index % len(places)].cpus for index in range(workers)]
-        if only:
-            turns = [tuple(core.cpus[0] for core in cores)]
-        return CorePlan(
-            workers=_by_stage(turns, tensor_parallel),
-            samplers=(cpus_of(cores),) * (1 if samplers == "auto" else samplers),
-            scheduler=cpus_of(cores),
-            shared=True,
-        )
+        return _beside_samplers(cores, turns, tensor_parallel, samplers)
 
     # Workers compute all the time: where cores suffice, no two share one.
     units = places if len(cores) < workers else cores
@@ -174,35 +169,26 @@ def plan_cores(
         cores_each = max(1, (len(units) - apart) // workers)
     else:
         cores_each = max(1, min(2, spare // workers))
-    # One thread per physical core for the workers: matrix products gain nothing from the second.
-    bound = []
-    for worker in range(workers):
-        near = nodes[worker] if worker < len(nodes) else None
-        share = _of_one_node(units, 1 if scarce else cores_each, near)
-        units = [unit for unit in units if unit not in share]
-        bound.append(
-            share[0].cpus[:cores_each] if scarce else tuple(unit.cpus[0] for unit in share)
-        )
+    shares, units = _shares_of_workers(units, 1 if scarce else cores_each, workers, nodes)
     if scarce:
+        bound = [share[0].cpus[:cores_each] for share in shares]
         # The cores left over. Where these are too few, second threads too, and then beside every
         # worker, since the slowest stage sets the pace.
         taken = {cpu for cpus in bound for cpu in cpus}
         left = _threads(units if len(units) >= apart else cores)
         units = [place for place in left if place.cpus[0] not in taken]
+    else:
+        # One thread per physical core: matrix products gain nothing from the second.
+        bound = [tuple(core.cpus[0] for core in share) for share in shares]
     # The last core that is left is the scheduler's; it shares an only one with the samplers. Of many
     # it has two: the engine's other threads pack answers and wake readers up beside it.
     two = device == "cuda" and len(units) >= MANY and not scarce
     scheduler_cores = 2 if two and (samplers == "auto" or samplers <= len(units) - 2) else 1
     sampler_units = units[:-scheduler_cores] or units
     count = min(len(sampler_units), most) if samplers == "auto" else samplers
-    # Neighbours each, so that a sampler stays on one NUMA node, with what it keeps of sequences.
-    cuts = [index * len(sampler_units) // max(count, 1) for index in range(count + 1)]
     return CorePlan(
         workers=_by_stage(bound, tensor_parallel),
-        samplers=tuple(
-            cpus_of(sampler_units[first:last]) or sampler_units[first % len(sampler_units)].cpus
-            for first, last in pairwise(cuts)
-        ),
+        samplers=_shares_of_samplers(sampler_units, count),
         scheduler=cpus_of(units[-scheduler_cores:] if samplers else units),
         shared=sampler_units == units and samplers != 0,
     )
@@ -340,6 +326,45 @@ def format_cpus(cpus: Iterable[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _beside_samplers(
+    cores: Sequence[Core],
+    workers: Sequence[tuple[int, ...]],
+    tensor_parallel: int,
+    samplers: int | Literal["auto"],
+) -> CorePlan:
+    """The plan where cores are too few: samplers and scheduler run on any, beside ``workers``."""
+    everywhere = cpus_of(cores)
+    return CorePlan(
+        workers=_by_stage(workers, tensor_parallel),
+        samplers=(everywhere,) * (1 if samplers == "auto" else samplers),
+        scheduler=everywhere,
+        shared=True,
+    )
+
+
+def _shares_of_workers(
+    cores: Sequence[Core], cores_each: int, workers: int, nodes: Sequence[int | None]
+) -> tuple[list[Sequence[Core]], Sequence[Core]]:
+    """Cores of each worker, near its device where its NUMA node is known; and the cores left over."""
+    shares = []
+    for worker in range(workers):
+        near = nodes[worker] if worker < len(nodes) else None
+        share = _of_one_node(cores, cores_each, near)
+        cores = [core for core in cores if core not in share]
+        shares.append(share)
+    return shares, cores
+
+
+def _shares_of_samplers(cores: Sequence[Core], count: int) -> tuple[tuple[int, ...], ...]:
+    """CPUs of each of ``count`` samplers: neighbours, so that a sampler stays on one NUMA node, with
+    what it keeps of sequences. Where cores are fewer than samplers, one core in turn."""
+    cuts = [index * len(cores) // max(count, 1) for index in range(count + 1)]
+    return tuple(
+        cpus_of(cores[first:last]) or cores[first % len(cores)].cpus
+        for first, last in pairwise(cuts)
+    )
 
 
 def _threads(cores: Iterable[Core]) -> Sequence[Core]:
