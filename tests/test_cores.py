@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 
 from sipipe.config import CorePlacement
 from sipipe.control_groups import control_groups
+from sipipe.core_binding import claim, claimed, running_on
 from sipipe.cores import (
     Core,
-    claim,
-    claimed,
     cpus_of,
     equal_shares,
     format_cpus,
     plan_cores,
     quota,
-    running_on,
     share_of,
     this_machine,
 )
@@ -405,7 +403,7 @@ def test_without_sys_every_cpu_is_a_core(tmp_path):
 
 def test_threads_that_are_there_and_later_ones_are_bound():
     program = (
-        "import os, threading; from sipipe.cores import bind_threads\n"
+        "import os, threading; from sipipe.core_binding import bind_threads\n"
         "go, seen = threading.Event(), []\n"
         "look = lambda: (go.wait(), seen.append(os.sched_getaffinity(0)))\n"
         "before = threading.Thread(target=look); before.start()\n"
@@ -422,7 +420,7 @@ LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 @pytest.mark.skipif(LINUX < (6, 12) or platform.machine() != "x86_64", reason="of Linux 6.12 on")
 def test_threads_that_are_there_and_later_ones_run_soon_and_keep_their_priority():
     program = (
-        "import ctypes, os, struct, threading; from sipipe.cores import run_soon\n"
+        "import ctypes, os, struct, threading; from sipipe.core_binding import run_soon\n"
         "def look():\n"
         "    said = ctypes.create_string_buffer(48)\n"
         "    assert not ctypes.CDLL(None).syscall(315, 0, said, 48, 0)\n"

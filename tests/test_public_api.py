@@ -43,7 +43,9 @@ def test_all_is_true(package):
             assert getattr(module, name) is not None
 
 
-@pytest.mark.parametrize("package", ["sipipe", "sipipe.cli", "sipipe.config", "sipipe.cores"])
+@pytest.mark.parametrize(
+    "package", ["sipipe", "sipipe.cli", "sipipe.config", "sipipe.core_binding"]
+)
 def test_these_import_without_heavy_packages(package):
     heavy = {"vllm", "torch", "numba", "transformers", "numpy", "zmq"}
     assert not heavy & loaded_after(f"import {package}")

@@ -5,18 +5,12 @@ on GPUs a worker needs a core or two, and the samplers get the rest.
 """
 
 import argparse
-import ctypes
 import dataclasses
 import math
 import os
-import platform
-import re
 import socket
-import struct
-import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -29,11 +23,6 @@ from sipipe.errors import ConfigError
 SAMPLERS_PER_NODE = 16
 MOST_SAMPLERS = 128
 """Most samplers that ``"auto"`` takes for each NUMA node, whose memory bus they share, and in all."""
-
-CLAIM = "sipipe-cores-"
-
-HAND_OVER = 1e-4
-"""Seconds for which a thread computes in Python while another one wants to."""
 MANY = 8
 """Cores of a GPU host that no worker has, from which on the scheduler gets two."""
 SAMPLER_SHARE = 8
@@ -253,63 +242,6 @@ def this_machine(
     first = zlib.crc32(socket.gethostname().encode()) % len(cores)
     taken = {(first + number) % len(cores) for number in range(max(1, int(most)))}
     return [core for number, core in enumerate(cores) if number in taken]
-
-
-def claim(plan: CorePlan) -> socket.socket:
-    """Tells other engines of this host which CPUs this one takes, until the socket is closed: by its
-    name, which ends with the process (and is of a network namespace, as a container has its own)."""
-    mask = sum(1 << cpu for cpu in plan.cpus)
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with suppress(OSError):  # more CPUs than a name can have
-        name.bind(f"\0{CLAIM}{mask:x}-{os.getpid()}-{name.fileno()}")
-    return name
-
-
-def claimed(names: Path = Path("/proc/net/unix")) -> set[int]:
-    """CPUs of the engines that have said so on this host."""
-    text = names.read_text(errors="replace") if names.exists() else ""
-    masks = [int(mask, 16) for mask in re.findall(f"@{CLAIM}([0-9a-f]+)-", text)]
-    return {cpu for mask in masks for cpu in range(mask.bit_length()) if mask >> cpu & 1}
-
-
-def bind_threads(cpus: Collection[int]) -> None:
-    """Bind every thread of this process, and those that they start."""
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), cpus)
-
-
-def run_soon() -> None:
-    """Have every thread of this process, and those that they start, run soon after it wakes up also
-    where another process computes on its CPU, which Linux else lets go on for 3 ms or so: by a short
-    slice, from Linux 6.12 on; earlier ones and other systems take no notice. And where another thread
-    of it computes in Python, which else goes on for 5 ms. For processes that sleep, work for a moment
-    and are waited for; their share of the CPU stays what it is."""
-    sys.setswitchinterval(HAND_OVER)
-    number = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # sched_setattr
-    if number is None:
-        return
-    system_call = ctypes.CDLL(None).syscall
-    for thread in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # it has ended
-            if os.sched_getscheduler(thread) != os.SCHED_OTHER:  # who started it has decided
-                continue
-            nice = os.getpriority(os.PRIO_PROCESS, thread)
-            # Bytes, SCHED_OTHER, flags, nice, priority, slice in ns (the least), deadline, period.
-            attributes = struct.pack("=IIQiIQQQ", 48, 0, 0, nice, 0, 100_000, 0, 0)
-            system_call(number, thread, attributes, 0)
-
-
-@contextmanager
-def running_on(cpus: Collection[int]) -> Iterator[None]:
-    """While active, the calling thread runs on ``cpus``: memory that it allocates is of their NUMA
-    node, and stays there. Empty: wherever it runs."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def cpus_of(cores: Iterable[Core]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Calls of Linux: two that a Python built for an older one lacks, as uv's (until July 2026) and
 conda's, and two that never wait, for which Python's own would let another thread go on. To have the
-interpreter back takes :data:`sipipe.cores.HAND_OVER` each time, where that one computes. And the
+interpreter back takes :data:`sipipe.core_binding.HAND_OVER` each time, where that one computes. And the
 standard streams that a process may have been started without."""
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
 
 def _kernel(release: str) -> Finding:
     """Finding on the kernel: it has to have pidfd_open, and should have the time slices for which
-    :func:`~sipipe.cores.run_soon` asks."""
+    :func:`~sipipe.core_binding.run_soon` asks."""
     try:
         os.close(pidfd_open(os.getpid()))
     except OSError as error:

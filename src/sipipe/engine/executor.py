@@ -28,7 +28,7 @@ from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from sipipe.best_effort import BestEffort
-from sipipe.cores import claim
+from sipipe.core_binding import claim
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError

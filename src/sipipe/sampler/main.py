@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.best_effort import BestEffort
-from sipipe.cores import run_soon
+from sipipe.core_binding import run_soon
 from sipipe.errors import SiPipeError
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherSender

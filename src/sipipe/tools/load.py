@@ -26,7 +26,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -91,54 +92,13 @@ def run(job: Job) -> dict[str, Any]:
     Raises ConfigError: the server refused an option. SiPipeError: it did not start, or requests failed.
     """
     began = time.monotonic()
-    server = None
-    url = job.url
-    log = None
-    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    if direct != "*":  # no proxy reaches a server here
-        direct = f"{direct},127.0.0.1,localhost".lstrip(",")
-        os.environ |= {"no_proxy": direct, "NO_PROXY": direct}
-    if job.command:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        log = memfd_create("server.log")
-        server = subprocess.Popen(
-            [*job.command, "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **job.env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
+    _ask_this_machine_directly()
+    with _server(job) as (url, server, log):
         importlib.import_module("vllm.benchmarks.serve")  # seconds, while the server starts
         wait_until_served(url, server, log)
         result: dict[str, Any] = {"startup_s": time.monotonic() - began}
-        client = Client(job, url)
-        # Each run has prompts of its own, the same for every row: a server that was there may cache.
-        first = job.start * (job.repeat * len(job.loads) + 1)
-        for params in list(job.mixes.values())[1:]:
-            client.run(params, 3, job.loads[0][2], first)
-        # As it will be measured: microbatches are learnt from it; of a trace a quarter, and of
-        # several rates the highest (0: all at once).
-        part = 4 if "--self-timed" in job.load else 1
-        rates: dict[tuple[int, int], float] = {}
-        for _, count, prompt, rate in job.loads:
-            highest = rates.get((count, prompt), rate)
-            rates[count, prompt] = max(highest, rate) if highest and rate else 0
-        for (count, prompt), rate in rates.items():
-            client.run(next(iter(job.mixes.values())), -(-count // part), prompt, first, rate)
-        runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for seed, (name, count, prompt, rate) in enumerate(job.loads * job.repeat, first + 1):
-            run = client.run(job.mixes[name], count, prompt, seed, rate)
-            title = f"{name} {count}"
-            if prompt:
-                title += f" prompt={prompt}"
-            if rate:
-                title += f" rate={rate}"
-            runs[title].append(run)
+        result["runs"] = _runs(job, Client(job, url))
         plan_lines = r"(?:core plan|Layers of the stages|cpu_sampling auto).*"
-        result["runs"] = runs
         result["kv_tokens"] = kv_tokens(url)
         result["plan"] = re.findall(plan_lines, _read(log) if log else "")
         result["wall_s"] = time.monotonic() - began
@@ -152,13 +112,40 @@ def run(job: Job) -> dict[str, Any]:
                 # The figures are worth having without the checks.
                 result["refused"] = f"{type(error).__name__}: {error}"
         return result
+
+
+def _ask_this_machine_directly() -> None:
+    """Have no proxy between this process and a server here, which no proxy reaches."""
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if direct != "*":
+        direct = f"{direct},127.0.0.1,localhost".lstrip(",")
+        os.environ |= {"no_proxy": direct, "NO_PROXY": direct}
+
+
+@contextmanager
+def _server(job: Job) -> Iterator[tuple[str, subprocess.Popen[bytes] | None, int | None]]:
+    """The job's server: its address, process, and the descriptor of its log, which is printed at the
+    end. Process and log are None where the server runs already."""
+    if not job.command:
+        yield job.url, None, None
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = memfd_create("server.log")
+    server = subprocess.Popen(
+        [*job.command, "--host", "127.0.0.1", "--port", str(port)],
+        env={**os.environ, **job.env},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        yield f"http://127.0.0.1:{port}", server, log
     finally:
-        if server is not None:
-            server.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(20)  # wait: 20 s; the server, and the parent kills the group then
-        if log is not None:
-            print(_read(log), file=sys.stderr)
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(20)  # wait: 20 s; the server, and the parent kills the group then
+        print(_read(log), file=sys.stderr)
 
 
 def _read(log: int) -> str:
@@ -238,6 +225,32 @@ class Client:
 _FIGURES = re.compile(
     "completed|duration|request_goodput|.*_throughput|mean_(ttft|tpot)_ms|p[0-9]+_(ttft|tpot)_ms"
 )
+
+
+def _runs(job: Job, client: Client) -> dict[str, list[dict[str, Any]]]:
+    """Warm the server up and send all loads; returns what :func:`run` does as ``runs``."""
+    # Each run has prompts of its own, the same for every row: a server that was there may cache.
+    first = job.start * (job.repeat * len(job.loads) + 1)
+    for params in list(job.mixes.values())[1:]:
+        client.run(params, 3, job.loads[0][2], first)
+    # As it will be measured: microbatches are learnt from it; of a trace a quarter, and of
+    # several rates the highest (0: all at once).
+    part = 4 if "--self-timed" in job.load else 1
+    rates: dict[tuple[int, int], float] = {}
+    for _, count, prompt, rate in job.loads:
+        highest = rates.get((count, prompt), rate)
+        rates[count, prompt] = max(highest, rate) if highest and rate else 0
+    for (count, prompt), rate in rates.items():
+        client.run(next(iter(job.mixes.values())), -(-count // part), prompt, first, rate)
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for seed, (name, count, prompt, rate) in enumerate(job.loads * job.repeat, first + 1):
+        title = f"{name} {count}"
+        if prompt:
+            title += f" prompt={prompt}"
+        if rate:
+            title += f" rate={rate}"
+        runs[title].append(client.run(job.mixes[name], count, prompt, seed, rate))
+    return runs
 
 
 def kv_tokens(url: str) -> int | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from sipipe.cores import bind_threads, run_soon
+from sipipe.core_binding import bind_threads, run_soon
 from sipipe.ipc.link.cuda_device import gpu_name
 from sipipe.ipc.link.nixl_agent import nixl_reach
 from sipipe.ipc.link.schema import TensorSchema, buffer_bytes

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, share_of, this_machine
+from sipipe.core_binding import bind_threads
+from sipipe.cores import CorePlan, degrees, plan_cores, share_of, this_machine
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
 from sipipe.ipc.starter import STARTER

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from sipipe.cores import claim
+from sipipe.core_binding import claim
 from sipipe.engine.children.events import Poison
 from sipipe.engine.hosts.local import LocalHost
 from sipipe.engine.iteration.stall import LONGEST_SLEEP

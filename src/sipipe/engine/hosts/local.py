@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from sipipe.cores import running_on
+from sipipe.core_binding import running_on
 from sipipe.engine.children.children import Child, Children
 from sipipe.engine.children.events import Events
 from sipipe.engine.children.samplers import Samplers

@@ -6,7 +6,8 @@ from vllm.platforms import current_platform
 
 from sipipe import cpu_features
 from sipipe.config import asked_of_sipipe
-from sipipe.cores import claimed, format_cpus
+from sipipe.core_binding import claimed
+from sipipe.cores import format_cpus
 from sipipe.engine.layers.choose import describe_layers
 from sipipe.engine.setup.kv_memory import spans_nodes
 from sipipe.engine.setup.memory_budget import check_budget, describe, memory_budget

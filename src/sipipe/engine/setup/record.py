@@ -21,7 +21,8 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
 
 from sipipe.config import CorePlacement, SiPipeConfig
-from sipipe.cores import CorePlan, run_soon
+from sipipe.core_binding import run_soon
+from sipipe.cores import CorePlan
 from sipipe.engine.iteration.logits_room import rows_needed
 from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.layers.vocabulary import Vocabulary
