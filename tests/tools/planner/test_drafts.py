@@ -11,7 +11,7 @@ from sipipe.cli import main
 from sipipe.engine.layers.cut import cut_layers
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.models import load_model
-from sipipe.tools.planner.placement import place
+from sipipe.tools.planner.placement import kv_bytes, place, weight_bytes
 from sipipe.tools.planner.report import plan_to_dict, worth_line
 from sipipe.tools.planner.workload import Workload
 
@@ -99,3 +99,34 @@ def test_the_command_says_it_in_a_line_and_in_json(capsys):
     assert "draft head" not in capsys.readouterr().out
     plan = make_plan(LLAMA, make_cluster(), Workload(fixed_batch=64), drafts=2)
     assert plan_to_dict(plan)["drafts"]["drafts"] == plan.drafts.drafts
+
+
+def test_a_heads_weights_and_cache_are_one_layer_of_the_last_stage():
+    costs = datasheet_costs(LLAMA, make_cluster(), DECODES)
+    without, beside = (place(LLAMA.layers, 8, 1, 8, head_layers=layers).stages for layers in (0, 1))
+    assert beside[:-1] == without[:-1]
+    layer = LLAMA.layer_parameters(LLAMA.layers - 1) * LLAMA.weight_bytes
+    assert weight_bytes(LLAMA, beside[-1]) - weight_bytes(LLAMA, without[-1]) == layer
+    size = costs.kv_element_bytes
+    token = LLAMA.attention.kv_elements * size
+    assert kv_bytes(LLAMA, beside[-1], size) - kv_bytes(LLAMA, without[-1], size) == token
+
+
+def test_where_a_head_leaves_less_room_fewer_sequences_run():
+    """Long outputs of Llama 70B on three H100s: the cache holds a score of them."""
+    long = Workload(input=100, output=20_000)
+    plan = make_plan(LLAMA, make_cluster(per_host=3), long, drafts=3, acceptance=0.9)
+    ours = plan.fastest(True)
+    assert 1 <= plan.drafts.batch < ours.batch
+    assert plan.drafts.gain == pytest.approx(plan.drafts.throughput / ours.throughput)
+    assert f"{plan.drafts.batch} sequences at once" in worth_line(plan)
+
+
+def test_a_head_that_does_not_fit_beside_the_sequences_asked_for_is_not_offered():
+    """One stage of four H100s: no cut of layers makes room for the head."""
+    long = Workload(input=2_000, output=20_000)
+    most = make_plan(LLAMA, make_cluster(per_host=4), long).fastest(True).batch
+    for batch, offered in ((most, False), (most // 2, True)):
+        fixed = dataclasses.replace(long, fixed_batch=batch)
+        plan = make_plan(LLAMA, make_cluster(per_host=4), fixed, drafts=3)
+        assert (plan.drafts is not None) is offered

@@ -23,6 +23,8 @@ class Stage:
     """True where the hop to the next stage leaves the host."""
     projection: float
     """Share of the output projection's columns that it multiplies by."""
+    head_layers: int = 0
+    """Layers of a draft head that it holds besides its own."""
 
     @property
     def layers(self) -> int:
@@ -63,10 +65,15 @@ def place(
     devices_per_host: int,
     cut: tuple[int, ...] | None = None,
     projections: tuple[float, ...] = (),
+    head_layers: int = 0,
 ) -> Placement:
-    """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``. ``cut``: layers
-    of each stage; None takes vLLM's even cut. ``projections``: each stage's part of the output
-    projection; empty: the last stage has it."""
+    """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``.
+
+    Args:
+        cut: layers of each stage; None takes vLLM's even cut.
+        projections: each stage's part of the output projection; empty: the last stage has it.
+        head_layers: layers of a draft head on the last stage.
+    """
     assert 1 <= p <= layers
     assert t >= 1
     stages = list[Stage]()
@@ -82,6 +89,7 @@ def place(
                 hosts=end - begin + 1,
                 crosses=index < p - 1 and (index + 1) * t // devices_per_host != begin,
                 projection=projections[index] if projections else float(index == p - 1),
+                head_layers=head_layers if index == p - 1 else 0,
             )
         )
         first += count
@@ -107,8 +115,10 @@ class Memory:
 
 
 def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
-    """Weights on one device of ``stage``."""
+    """Weights on one device of ``stage``. A head's layers are like the model's last, and it has the
+    model's embedding and output projection, as most published heads do."""
     layers = sum(facts.layer_parameters(layer) for layer in stage.layer_range)
+    layers += stage.head_layers * facts.layer_parameters(facts.layers - 1)
     ends: float = int(stage.is_first) + int(stage.is_last)
     if facts.tied_embeddings:
         ends = min(1, ends)
@@ -127,5 +137,5 @@ def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) ->
 def kv_bytes(facts: ModelFacts, stage: Stage, element_bytes: float) -> float:
     """KV cache of one token on one device of ``stage``. Ranks split it by KV head, and copy beyond
     that: the latent of MLA is one head."""
-    elements = stage.layers * facts.attention.kv_elements
+    elements = (stage.layers + stage.head_layers) * facts.attention.kv_elements
     return elements * element_bytes / min(stage.t, facts.attention.kv_heads)

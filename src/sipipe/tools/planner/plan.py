@@ -99,6 +99,8 @@ class DraftWorth:
 
     drafts: int
     """Drafts of each sequence in each iteration."""
+    batch: int
+    """Sequences at once: those of the choice, or as many as the head leaves room for."""
     acceptance: float
     """Probability that a draft is right if those before it are."""
     tokens_a_pass: float
@@ -111,11 +113,8 @@ class DraftWorth:
     """Output tokens per second of the whole deployment."""
     tpot: float
     """Mean time per output token, seconds."""
-
-    @property
-    def gain(self) -> float:
-        """Throughput, as a multiple of that without drafts."""
-        return self.tokens_a_pass / self.longer
+    gain: float
+    """Throughput, as a multiple of that without drafts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def _drafts(worth: DraftWorth) -> dict[str, Any]:
     return {
-        **_fields(worth, "drafts", "acceptance", "tokens_a_pass", "longer", "gain"),
+        **_fields(worth, "drafts", "batch", "acceptance", "tokens_a_pass", "longer", "gain"),
         **_fields(worth, "throughput", "tpot"),
         "layers": list(worth.layers),
     }
@@ -151,9 +151,13 @@ def worth_line(plan: Plan) -> str:
         return f"{head}: not worth it with so many sequences"
     layers = ", ".join(map(str, worth.layers))
     stages = f", layers of the stages {layers}" if len(worth.layers) > 1 else ""
+    ours = plan.fastest(True)
+    fewer = ""
+    if ours is not None and worth.batch < ours.batch:
+        fewer = f", {worth.batch} sequences at once beside its weights and KV cache"
     return (
         f"{head}: {worth.gain:.2f} x SiPipe's best row, {worth.throughput:,.0f} tok/s, "
-        f"TPOT {worth.tpot * 1e3:.1f} ms{stages}"
+        f"TPOT {worth.tpot * 1e3:.1f} ms{stages}{fewer}"
     )
 
 
