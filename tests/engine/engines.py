@@ -46,6 +46,9 @@ BY_USER = {name: os.environ[name] for name in BY_VLLM if name in os.environ}
 KEPT = 3
 """Largest number of engines that are kept. The one that was used longest ago ends when another is
 started."""
+ROOM = 6 << 30
+"""Bytes of memory that are available before an engine is started, or no other one is kept: several
+pytest processes keep engines at once, of up to eight workers with 1.5 GB each."""
 
 DEFAULTS = {
     "enforce_eager": True,
@@ -228,7 +231,7 @@ def take_engine(model_path, *, sipipe=None, env=None, **engine) -> Engine:
     running = _engines.pop(key, None)
     if running is not None and running.process.poll() is None:
         return running
-    while len(_engines) >= KEPT:
+    while _engines and (len(_engines) >= KEPT or psutil.virtual_memory().available < ROOM):
         _engines.pop(next(iter(_engines))).close(0)
     return Engine(model_path, sipipe=sipipe, env=env, **engine)
 
