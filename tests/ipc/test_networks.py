@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+
+pytest.importorskip("zmq", reason="comes with vLLM")
 from tests.bad_networks import held_network, lossy_network, slow_network
 
 BOUND = 120.0
