@@ -120,18 +120,21 @@ def test_serve_command_is_one_that_serve_takes(capsys):
 @pytest.mark.slow
 @pytest.mark.engine
 def test_vllm_takes_the_rest_of_the_serve_command(capsys):
-    arguments = pytest.importorskip("vllm.engine.arg_utils")
+    serve = pytest.importorskip("vllm.entrypoints.cli.serve")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     _, out = plan(capsys, "llama-3.1-8b", *HOSTS, "--kv-cache-dtype", "fp8", "--json")
     rows = json.loads(out)["greedy"]["choices"]
+    subcommands = FlexibleArgumentParser().add_subparsers()
+    parser = serve.ServeSubcommand().subparser_init(subcommands)
     for command in [command for row in rows for command in row["serve"]]:
         _, rest = serve_options(command)
-        rest = [word for word in rest if word != "--headless"]  # an option of serve itself
-        parser = arguments.EngineArgs.add_cli_args(FlexibleArgumentParser())
-        parsed = parser.parse_args(["--model", *rest])
+        parsed = parser.parse_args(rest)
         assert parsed.pipeline_parallel_size * parsed.tensor_parallel_size == 16
         assert parsed.nnodes == 2
+        # Only the host that listens has API servers.
+        assert parsed.headless is (parsed.node_rank == 1)
+        assert not (parsed.headless and parsed.api_server_count)
 
 
 def test_nothing_fits_is_status_one_and_says_why(capsys):
