@@ -110,7 +110,7 @@ def blocking(*numbers):
     ],
 )
 def test_a_signal_reaches_the_server_which_ends_in_good_order(supervised, tmp_path, number, before):
-    process, server = supervised("is told", before=before)
+    process, server = supervised("is told", "--patient", before=before)
     process.send_signal(number)
     assert process.wait(20) == 0
     assert (tmp_path / "marker").exists()  # it was not killed
@@ -128,7 +128,7 @@ def test_the_second_hangup_of_a_closed_terminal_does_not_cut_requests_off(superv
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_what_nohup_ignores_is_ignored(supervised, number):
-    process, server = supervised("ends", before=ignoring(number))
+    process, server = supervised("ends", "--patient", before=ignoring(number))
     process.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
@@ -148,10 +148,10 @@ def test_a_second_signal_ends_at_once(supervised):
     assert is_gone(server)
 
 
-@pytest.mark.parametrize("name", ["ends", "drains"])
-def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised, name):
+@pytest.mark.parametrize(("name", "options"), [("ends", ["--patient"]), ("drains", [])])
+def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised, name, options):
     """Also one whose requests take what its shutdown timeout gives them."""
-    process, _ = supervised(name)
+    process, _ = supervised(name, *options)
     process.terminate()
     assert process.wait(20) == 0
 
@@ -181,7 +181,7 @@ def test_a_stopped_process_of_a_server_that_ended_is_not_left(supervised):
 
 
 def test_a_dead_server_is_started_again(supervised):
-    process, first = supervised("comes back", "--restart")
+    process, first = supervised("comes back", "--restart", "--patient")
     second = server_of(process)
     assert second != first
     process.terminate()
@@ -211,14 +211,14 @@ def test_a_configuration_that_has_run_is_not_wrong(supervised):
 
 
 def test_it_is_started_again_where_nobody_reads_the_log(supervised):
-    process, _ = supervised("comes back", "--restart", "--log")
+    process, _ = supervised("comes back", "--restart", "--log", "--patient")
     server_of(process)
     process.terminate()
     assert process.wait(20) == 0
 
 
 def test_a_containers_first_process_keeps_no_dead_ones(supervised):
-    process, _ = supervised("leaves an orphan", "--restart", "--first")
+    process, _ = supervised("leaves an orphan", "--restart", "--first", "--patient")
     second = server_of(process)
     assert {child.pid for child in psutil.Process(process.pid).children()} == {second}
     process.terminate()
