@@ -35,9 +35,11 @@ SLOW = {
     "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),
     "replicas": ("tests/engine/test_replicas.py",),
 }
+FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/engine/test_*.py"))
 ALL = {
     "seams": (*SEAMS, "-m", ""),
-    "engine": ("tests/engine", "-m", "not slow"),
+    "engine": (*FILES, "-m", "not slow"),
+    "rooms": ("tests/engine", "--ignore-glob=tests/engine/test_*.py", "-m", "not slow"),
     "worker": ("tests/worker", "-m", ""),
     "commands": ("tests/cli/test_engine.py", "-m", ""),
     **{name: (*files, "-m", "slow") for name, files in SLOW.items()},
