@@ -85,6 +85,9 @@ def test_inflight_auto_is_stages_plus_one():
         ({"in_flight": 2}, ['"in_flight"', 'did you mean "inflight"']),
         ({"Stall-Timeout": 2}, ['did you mean "stall_timeout"']),
         ({"zzz": 2}, ['"zzz"', "known: samplers, inflight"]),
+        ({"tra\nce": 2}, ['unknown key "tra\\nce"; did you mean "trace"']),
+        ({"microbatches": {"a\nb": 2}}, ['unknown key "microbatches.a\\nb"']),
+        ({"microbatches": {"tpot_target_ms": float("inf")}}, ["finite number of milliseconds"]),
         ({"samplers": 0}, ['"samplers"', "1 to 128", "not 0"]),
         ({"samplers": True}, ['"samplers"', "not True"]),
         ({"samplers": "2"}, ['"samplers"', "not '2'"]),
@@ -133,6 +136,7 @@ def test_a_mistake_gets_one_line_that_names_it(settings, words):
         ({"SiPipe": {}}, 'did you mean "sipipe"'),
         ({"si-pipe": {}}, 'did you mean "sipipe"'),
         ([], "must be a JSON object"),
+        ({"si\npipe": {}}, 'unknown key "si\\npipe"'),
     ],
 )
 def test_the_outer_object_is_checked_too(additional, word):

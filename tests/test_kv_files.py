@@ -422,6 +422,8 @@ def test_a_block_has_all_of_its_kernels_blocks(monkeypatch):
         ({}, "directory"),
         ({"directory": "caches"}, "directory"),
         ({"directory": 5}, "directory"),
+        ({"directory": "/a\0b"}, "directory.* no text"),
+        ({"directory": "/a\ud800"}, "directory.* no text"),
         ({"directory": "/a", "size_gib": 0}, "size_gib"),
         ({"directory": "/a", "size_gib": "5"}, "size_gib"),
         ({"directory": "/a", "size_gib": True}, "size_gib"),

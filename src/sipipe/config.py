@@ -10,6 +10,7 @@ found. A ``description`` is the end of the sentence "... must be".
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -85,7 +86,9 @@ class MicrobatchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     to 24, then 2 m + 8; with fewer, twice as many as are open. More are smoother for decoding
     sequences and later for first tokens."""
 
-    tpot_target_ms: Annotated[float, Meta(ge=0, description="milliseconds, 0 or more")] = 0.0
+    tpot_target_ms: Annotated[
+        float, Meta(ge=0, le=1e9, description="a finite number of milliseconds, 0 or more")
+    ] = 0.0
     """Time per output token, in ms, that prompts and drafts should leave to decoding sequences: chunks
     beside them, and drafts, are cut to what the stages' measured times allow. 0: none."""
 
@@ -235,7 +238,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 word = str(key).replace("-", "_")
                 if (ours := word in cls.__struct_fields__) or _hint(word, ["sipipe"]):
                     meant = f'{{"sipipe": {{"{word}": ...}}}}' if ours else '"sipipe"'
-                    wrong = f'additional_config: unknown key "{key}"'
+                    wrong = f"additional_config: unknown key {_quoted(str(key))}"
                     raise ConfigError(f"{wrong}; did you mean {meant}?")
             return cls()
         return cls.from_dict(settings)
@@ -339,12 +342,12 @@ def _refusal(problem: str, settings: Mapping[str, Any]) -> ConfigError:
         allowed = inner.get("description", allowed)
         schemas = _meant(inner, kinds)
     key = path.strip(".`")
-    if unknown := re.fullmatch("Object contains unknown field `(.*)`", problem):
+    if unknown := re.fullmatch("(?s)Object contains unknown field `(.*)`", problem):
         name = unknown[1]
         known = next(list(kind["properties"]) for kind in schemas if "properties" in kind)
         hint = _hint(name.replace("-", "_"), known)
         return ConfigError(
-            f'sipipe config: unknown key "{key + "." if key else ""}{name}"'
+            f"sipipe config: unknown key {_quoted(f'{key}.{name}' if key else name)}"
             f"{'; did you mean ' + hint if hint else ''} (known: {', '.join(known)})"
         )
     if not key:  # a key that is no text, which only Python can write
@@ -367,6 +370,11 @@ def _meant(schema: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[Mapping[
 def _hint(given: str, known: Sequence[Any]) -> str:
     near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.6)
     return f'"{near[0]}"' if near else ""
+
+
+def _quoted(key: str) -> str:
+    """A key in quotes, in one line whatever characters it has."""
+    return json.dumps(key, ensure_ascii=False)
 
 
 def _show(value: object) -> str:

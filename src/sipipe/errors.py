@@ -10,8 +10,10 @@ from contextlib import suppress
 
 def tell(line: object) -> None:
     """Write one line for whoever started this process."""
+    # A value that the line repeats, such as a path, may have line breaks of its own.
+    text = " ".join(part.strip() for part in str(line).splitlines())
     with suppress(OSError):  # the terminal is closed, or who read the log is gone
-        print(f"sipipe: {line}", file=sys.stderr, flush=True)
+        print(f"sipipe: {text}", file=sys.stderr, flush=True)
 
 
 class SiPipeError(Exception):

@@ -48,6 +48,19 @@ def test_nothing_is_said_of_a_machine_with_far_memory(machine):
     assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), 2, 1) == ""
 
 
+@pytest.mark.parametrize(("stages", "ranks"), [(10**9, 1), (1, 10**9)])
+def test_nothing_is_computed_for_more_workers_than_a_model_can_have(machine, stages, ranks):
+    """A list of a thousand million workers takes all memory before vLLM refuses them."""
+    machine(2)
+    assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), stages, ranks) == ""
+
+
+def test_a_gpus_number_has_digits_of_one_kind(monkeypatch):
+    monkeypatch.setattr(advice, "output", lambda *_: "H100, 81559 MiB, 1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "²")
+    assert advice.gpus_here() == []
+
+
 def test_a_cpus_workers_have_the_cores_of_the_plan(machine):
     """One worker has three of four cores, and both of two, which it shares with the others."""
     facts = load_model("qwen3-0.6b")

@@ -91,6 +91,19 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
         generate.read_prompts(str(file))
 
 
+def test_a_prompt_is_a_line_whatever_characters_are_in_it(tmp_path):
+    file = tmp_path / "prompts.txt"
+    prompts = ["a\u2028b", "c\x0cd\x85e\x1cf"]
+    file.write_text("\n".join(prompts), encoding="utf-8-sig")  # as Windows' editors write it
+    assert generate.read_prompts(str(file)) == prompts
+
+
+def test_a_closed_standard_input_holds_no_prompt(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="stdin holds no prompt"):
+        generate.read_prompts("-")
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
@@ -266,6 +279,7 @@ def test_only_options_get_dashes():
     own, rest = parser.parse_known_args(["--some_name", "-- user_name:", "--a_b.c_d", "--e_f=g_h"])
     assert own.some_name == "-- user_name:"
     assert rest == ["--a-b.c_d", "--e-f=g_h"]
+    assert parser.parse_known_args(["a_b", "--", "--a_prompt"])[1] == ["a_b", "--", "--a_prompt"]
 
 
 @pytest.mark.parametrize(
@@ -668,6 +682,12 @@ def test_serve_says_which_degrees_may_be_quicker_here(served, capsys, line, buil
     told = capsys.readouterr().err
     assert ("with --pp 1" in told and "sipipe bench" in told and "1 at once" in told) == said
     assert bool(told) == said
+
+
+def test_a_model_option_without_a_value_is_left_to_vllm(served, capsys):
+    """A parser that only looks for the model's name would end the command, with its own usage."""
+    assert served("--pp 2 --model") == ["--model", "-pp", "2"]
+    assert capsys.readouterr().err == ""
 
 
 def test_pp_auto_takes_what_is_computed_for_the_model_and_the_machine(served, capsys):

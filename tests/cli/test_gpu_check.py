@@ -60,9 +60,10 @@ def test_a_step_that_is_not_there_is_named(capsys):
     assert '--steps "three" is none of versions, links, stock' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "."])
+@pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "numbers.jsonl", "."])
 def test_a_file_that_cannot_be_appended_to_is_said_before_any_step(tmp_path, capsys, out):
     (tmp_path / "other.txt").write_text("notes")
+    (tmp_path / "numbers.jsonl").write_text("5\n")
     argv = ["gpu-check", "--without-gpu", "--steps", "versions", "--out", str(tmp_path / out)]
     assert cli.main(argv) == 2
     said = capsys.readouterr()

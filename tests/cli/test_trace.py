@@ -61,6 +61,17 @@ def test_two_runs_of_one_engine_are_named_by_their_directories(
     assert '"label":"[other]/trace"' in page
 
 
+def test_a_directorys_name_may_be_no_text(example, tmp_path):
+    """In the page's title, where two runs of one engine are beside each other."""
+    traces = [tmp_path / os.fsdecode(name) for name in (b"one\xe9", b"two\xe9")]
+    for trace in traces:
+        shutil.copytree(example / "stock", trace)
+    page = tmp_path / "x.html"
+    first, second = map(str, traces)
+    assert main(["trace", "report", first, "--against", second, "-o", str(page)]) == 0
+    assert f"{tmp_path}/one? against {tmp_path}/two?" in page.read_text(encoding="utf-8")
+
+
 def test_report_json(example, capsys):
     capsys.readouterr()
     more = ["--against", str(example / "stock"), "--from", "0.1", "--to", "0.3"]
@@ -141,6 +152,8 @@ def test_nanoseconds_survive_microseconds(ns):
         ("trace report DIR --from soon", 2, "--from: must be a number"),
         ("trace report DIR --detail -1", 2, "--detail: must be a whole number of 0"),
         ("trace report", 2, "required: DIR"),
+        ("trace report DIR --js", 2, "unrecognized arguments: --js"),
+        ("trace export DIR --perf x", 2, "required: --perfetto"),
         ("trace reprot DIR", 2, "invalid choice: 'reprot'"),
         ("trace report DIR --from 1e6", 1, "nothing between --from and --to"),
         ("trace report DIR -o /nowhere/x.html", 2, "--output"),

@@ -106,6 +106,8 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --worker-cls my.Worker => --worker-cls my.Worker: SiPipe brings its own
 --scheduler-cls vllm.v1.core.sched.async_scheduler.AsyncScheduler => --scheduler-cls .* schedules ahead
 --scheduler-cls no.Such => --scheduler-cls no.Such: No module named
+--scheduler-cls ../.. => --scheduler-cls ../..:
+--data-parallel-backend nobody => data_parallel_backend
 --speculative-config '{"method": "ngram_gpu", "num_speculative_tokens": 2}' => --speculative-config
 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' => speculative|MTP
 --speculative-config '{"method": "eagle", "model": "/no/such/head", "num_speculative_tokens": 1}' => "/no/such/head": there is no such directory
@@ -117,6 +119,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --speculative-config '{"metod": "ngram"}' => metod
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "block"}' => "rejection_sample_method": "block"
 [sv] --speculative-config ngram => speculative.config
+--speculative-config '[1]' => --speculative-config must be an object such as .*, not \[1\]
 [sv] --data-parallel-size 2 --data-parallel-size-local 1 => --data-parallel-size on several hosts or by Ray: start a server
 --data-parallel-size 0 => data.parallel.size
 --prefill-context-parallel-size 2 => context.parallel
@@ -225,6 +228,7 @@ SERVER = r"""
 [sv] --ssl-keyfile {file} => --ssl-keyfile: give its --ssl-certfile too
 [sv] --ssl-ca-certs /no/such.pem => --ssl-ca-certs "/no/such.pem" cannot be read
 [sv] --ssl-ciphers nonsense => --ssl-ciphers nonsense: names no cipher
+[sv] --ssl-certfile ~nobody-is-named-so/x => --ssl-certfile .* cannot be read: No such file
 [sv] --ssl-cert-reqs 9 => --ssl-cert-reqs 9: must be one of 0 \(CERT_NONE\)
 [s] --chat-template '{% if %}' => --chat-template .*expression
 [s] --chat-template {file_of_bad_template} => --chat-template .*expression
@@ -233,6 +237,8 @@ SERVER = r"""
 [s] --tool-parser-plugin {empty_python} --enable-auto-tool-choice --tool-call-parser mine => invalid tool call parser: mine
 [s] --uds /no/such/directory/socket => --uds /no/such/directory/socket: there is no directory
 [sv] --api-key '' => --api-key is empty
+[sv] --allowed-origins 5 => --allowed-origins must be a JSON list
+[sv] --shutdown-timeout 99999999999 => --shutdown-timeout must be at most 1000000 seconds
 [sv] --fingerprint-mode custom => --fingerprint-mode custom: give its --fingerprint-value
 [sv] --default-chat-template-kwargs '[1]' => --default-chat-template-kwargs must be a JSON object
 [sv] --lora-modules a={empty_adapter} => --lora-modules a: give --enable-lora too

@@ -19,6 +19,7 @@ from sipipe.ipc.connection import Connection
 from sipipe.ipc.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.frames import FRAME
 from sipipe.ipc.secret import private_keys, read_secret
+from sipipe.ipc.tcp import check_port
 
 BOUND = 30.0
 
@@ -308,6 +309,12 @@ def test_a_token_lets_its_peer_in_alone(open_end, wrong):
     assert not late.wait_for_peer(0.5)
     right.send(b"in as well")
     assert listening.receive(BOUND) == [b"in as well"]
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "é\u2028"])
+def test_what_is_no_hosts_name_cannot_be_listened_on(host):
+    with pytest.raises(ConfigError, match=r"port 80 of .* cannot be listened on .*: another"):
+        check_port(host, 80, "another")
 
 
 def test_a_port_that_is_taken_and_an_address_that_is_not_ours(open_end):

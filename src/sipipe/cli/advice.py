@@ -73,6 +73,9 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
     remarks = []
     if len({core.node for core in cores}) > 1:
         return ""
+    # vLLM refuses them, and to share the cores out to a million workers takes minutes.
+    if stages > facts.layers or ranks > facts.attention.heads:
+        return ""
     for load in LOADS:
         ways = {(c.p, c.t): c for c in on_host(facts, "cpu", workers, cores, load)}
         chosen = ways.get((stages, ranks))
@@ -96,9 +99,9 @@ def gpus_here() -> list[str]:
     shown: list[str] = []
     for name in map(str.strip, visible.split(",")):
         # A name such as GPU-8932f937 is taken as the next one's: a host's are of one kind.
-        at = (
-            len(shown) if name.startswith(("GPU-", "MIG-")) else int(name) if name.isdigit() else -1
-        )
+        at = int(name) if name.isdecimal() else -1
+        if name.startswith(("GPU-", "MIG-")):
+            at = len(shown)
         if not 0 <= at < len(gpus):
             break  # CUDA sees none from there on
         shown.append(gpus[at])

@@ -157,6 +157,7 @@ def check_writable(option: str, path: str) -> None:
 def write(option: str, path: str, text: str) -> None:
     """Write a file that an option names. Raises ConfigError: it cannot be written."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        # A model's directory may have a name that is not UTF-8, and the figures took long.
+        Path(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"bench: {option} {path}: {error.strerror}") from None

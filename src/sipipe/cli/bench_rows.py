@@ -159,6 +159,6 @@ def config_of(words: Sequence[str]) -> tuple[SiPipeConfig, argparse.Namespace]:
     args, _ = parser.parse_known_args(words)
     try:
         additional = json.loads(args.additional_config)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
     return SiPipeConfig.from_additional_config(additional), args

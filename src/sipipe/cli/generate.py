@@ -111,13 +111,15 @@ def read_prompts(file: str) -> list[str]:
     """Lines of a file, or of stdin (``-``), that are not empty. Raises ConfigError: there are none."""
     try:
         if file == "-":
-            text = sys.stdin.read()  # wait: none; whoever writes the prompts, or Ctrl-C
+            # wait: none; whoever writes the prompts, or Ctrl-C
+            text = "" if sys.stdin is None else sys.stdin.read()  # None: it was closed (<&-)
         else:
-            text = Path(file).read_text("utf-8")
+            text = Path(file).read_text("utf-8-sig")  # editors of Windows put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"generate: cannot read --file {file}: {reason}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    # Not `splitlines`, which also cuts at characters within a line, such as U+2028 and a form feed.
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise ConfigError(f"generate: {'stdin' if file == '-' else file} holds no prompt")
     return lines

@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     add("--nnodes", count, 1, "N", "2: the step links tries those between two hosts (default: 1)")
     add("--node-rank", at_least(0, int), 0, "N", "0 on the host of --master-addr, 1 on the other")
     add("--master-addr", str, "", "ADDRESS", "host 0's address, on both hosts")
-    add("--master-port", count, 29501, "PORT", "the first of three ports there (default: 29501)")
+    port = at_least(1, int, 65000)
+    add("--master-port", port, 29501, "PORT", "the first of three ports there (default: 29501)")
     parser.add_argument("--without-gpu", action="store_true", help="what needs none, on CPUs")
     args = parser.parse_args(argv)
     wrong = [name for name in args.steps.split(",") if name not in STEPS]
@@ -187,6 +188,8 @@ def _answers_of(step: str, args: argparse.Namespace) -> Any:
 def _lines(out: Path) -> list[dict[str, Any]]:
     """The lines of steps in a file. Raises ValueError: it has lines of something else."""
     lines = [json.loads(line) for line in out.read_text().splitlines()]
+    if not all(isinstance(line, dict) for line in lines):
+        raise ValueError("it has lines that are no JSON objects")
     return [line for line in lines if "step" in line]
 
 

@@ -23,8 +23,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse ``args``, which have to be given, as ``argparse`` does."""
         name = re.compile(r"^--\w[\w-]*(?=[=.]|$)")
-        dashed = [name.sub(lambda at: at[0].replace("_", "-"), word) for word in args]
-        return super().parse_known_args(dashed, namespace)
+        words = list(args)
+        end = words.index("--") if "--" in words else len(words)  # behind it are no options
+        dashed = [name.sub(lambda at: at[0].replace("_", "-"), word) for word in words[:end]]
+        return super().parse_known_args(dashed + words[end:], namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog.removeprefix('sipipe ')}: {message} (see {self.prog} -h)")

@@ -86,7 +86,8 @@ def _quicker_degrees(argv: Sequence[str]) -> str:
     those of ``argv``, and their numbers. Empty if there are none, or the model's sizes are not
     known."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", default=argv[0] if argv else "")
+    # Without a value vLLM's parser refuses it.
+    parser.add_argument("--model", nargs="?", default=argv[0] if argv else "", const="")
     args, _ = parser.parse_known_args(argv)
     vllm = installed_vllm()
     wanted = degrees(argv)

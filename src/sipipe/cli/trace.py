@@ -29,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
     commands = parser.add_subparsers(dest="action", metavar="report|export")
 
-    report = commands.add_parser("report", help="account for the bubbles; write a page")
+    report = commands.add_parser(
+        "report", help="account for the bubbles; write a page", allow_abbrev=False
+    )
     report.set_defaults(run=_report)
     report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
     report.add_argument("--output", "-o", metavar="FILE", help="the page (DIR/report.html)")
@@ -37,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
     most = "most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go"
     adder(report)("--detail", at_least(0, int), DETAIL, "N", most)
 
-    export = commands.add_parser("export", help="convert a trace for another program")
+    export = commands.add_parser(
+        "export", help="convert a trace for another program", allow_abbrev=False
+    )
     export.set_defaults(run=_export)
     file = "Chrome trace JSON for ui.perfetto.dev; compressed if FILE ends in .gz"
     export.add_argument("--perfetto", metavar="FILE", required=True, help=file)
@@ -79,7 +83,8 @@ def _report(args: argparse.Namespace) -> None:
     path = Path(args.output or Path(args.directory) / "report.html")
     page = render(runs, args.detail)
     try:
-        path.write_text(page, encoding="utf-8")
+        # Two traces of one engine have their directories' names, which may not be UTF-8.
+        path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
     for run in runs:

@@ -151,10 +151,11 @@ def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:
         listener.setblocking(False)
         listener.bind((address, port))
         listener.listen()
-    except OSError as error:
+    except (OSError, UnicodeError, TypeError) as error:  # the last two: it can be no host's name
         listener.close()
         place = f"port {port} of {address}" if address else f"port {port}"
-        raise ConfigError(f"{place} cannot be listened on ({error.strerror}): {mend}") from None
+        reason = error.strerror if isinstance(error, OSError) else "no host's name"
+        raise ConfigError(f"{place} cannot be listened on ({reason}): {mend}") from None
     return listener
 
 

@@ -23,6 +23,8 @@ def settings(extra: dict[str, Any]) -> tuple[Path, int]:
     directory = extra.get("directory")
     if not isinstance(directory, str) or not os.path.isabs(directory):
         raise ConfigError(f'{place}: "directory" has to be an absolute path')
+    if not directory.isprintable():  # NUL, and halves of surrogate pairs, are in no path
+        raise ConfigError(f'{place}: "directory" has characters that are no text: {directory!r}')
     size = extra.get("size_gib", 10)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1 << 20:
         raise ConfigError(f'{place}: "size_gib" has to be a number of GiB above 0')

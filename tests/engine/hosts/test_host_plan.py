@@ -61,6 +61,11 @@ def test_a_host_without_a_stage_is_refused(stages, hosts):
         stages_of_hosts(stages, HostSettings(**hosts))
 
 
+def test_hosts_without_number_are_refused_before_they_are_counted():
+    with pytest.raises(ConfigError, match="--nnodes 1000000000 and 2 stages"):
+        stages_of_hosts(2, HostSettings(count=10**9))
+
+
 def test_every_connection_has_a_port_of_its_own():
     hosts = HostSettings(count=3, port=100)
     setup = SimpleNamespace(stages=6, ranks=2, config=SiPipeConfig(hosts=hosts))

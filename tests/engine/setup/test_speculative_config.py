@@ -6,7 +6,7 @@ import pytest
 
 from sipipe.engine.setup import speculative_config
 from sipipe.engine.setup.speculative_config import LENGTHS, fill_in
-from sipipe.errors import UnsupportedError
+from sipipe.errors import ConfigError, UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,12 @@ def filled(config=None, method=None, model=None, tokens=None):
     args.spec_tokens = tokens
     fill_in(args)
     return args.speculative_config
+
+
+@pytest.mark.parametrize("config", [[1], "ngram", 5, True, 0, []])
+def test_what_is_no_object_is_refused(config):
+    with pytest.raises(ConfigError, match="--speculative-config must be an object such as"):
+        filled(config)
 
 
 def test_what_is_said_stays():

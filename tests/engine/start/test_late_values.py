@@ -65,6 +65,31 @@ def test_an_adapters_file_that_is_no_object_is_named(tmp_path, text):
         check_server(server(lora_modules=[SimpleNamespace(name="a", path=str(tmp_path))]))
 
 
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="too long for a socket's path: 107 bytes"):
+        check_server(server(uds=str(tmp_path / ("x" * 107))))
+
+
+def test_a_time_that_the_kernel_cannot_wait_is_refused():
+    check_server(server(shutdown_timeout=10**6))
+    with pytest.raises(ConfigError, match="--shutdown-timeout must be at most 1000000 seconds"):
+        check_server(server(shutdown_timeout=10**6 + 1))
+
+
+@pytest.mark.parametrize("field", ["allowed_origins", "allowed_methods", "allowed_headers"])
+def test_what_other_sites_may_do_is_a_list(field):
+    check_server(server(**{field: ["GET"]}))
+    check_server(server(**{field: "*"}))
+    for value in (5, None, {"a": 1}, [1], "GET"):
+        with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} must be a JSON list"):
+            check_server(server(**{field: value}))
+
+
+def test_a_file_of_a_user_without_a_home_is_named():
+    with pytest.raises(ConfigError, match=r'--ssl-keyfile "~nobody-is/x" cannot be read: No such'):
+        check_server(server(ssl_keyfile="~nobody-is/x"))
+
+
 def test_what_is_right_passes(tmp_path):
     check_server(
         server(

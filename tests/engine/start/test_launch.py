@@ -414,6 +414,30 @@ def test_a_server_that_is_started_again_does_not_need_who_read_its_log(model, mo
     tell("nor does what comes later")
 
 
+def test_a_line_is_one_whatever_it_repeats(capsys):
+    tell("--chat-template a\nb\rc: cannot be read\n")
+    assert capsys.readouterr().err == "sipipe: --chat-template a b c: cannot be read\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("nnodes: 2", "nnodes"),
+        ("node-rank: 1", "node-rank"),
+        ("headless: true", "headless"),
+        ("pp: 2", "pp"),
+        ("tp: 2", "tp"),
+        ("restart: true", "restart"),
+    ],
+)
+def test_an_option_that_sipipe_takes_is_none_of_a_configs_file(model, tmp_path, text, option):
+    """vLLM would go on without it, or refuse it for another reason."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=rf"^--{option} is read on the command line alone"):
+        launch.serve([model, "--config", str(file)], {}, started=pytest.fail)
+
+
 def test_too_little_memory_is_said_before_the_start(model, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 20)
     with pytest.raises(

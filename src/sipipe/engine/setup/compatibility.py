@@ -158,7 +158,7 @@ def _check_scheduler(name: str | type) -> None:
 
     try:
         scheduler = resolve_obj_by_qualname(name) if isinstance(name, str) else name
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"--scheduler-cls {name}: {error}") from None
     if not isinstance(scheduler, type):
         raise ConfigError(f"--scheduler-cls {name}: it is no class")

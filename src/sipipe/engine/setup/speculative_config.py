@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import MTPModelTypes
 
 from sipipe.engine.setup.draft_head import HEADS, why_no_head
-from sipipe.errors import UnsupportedError
+from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.messages.start_records import NGramSettings, SuffixSettings
 
 MOST = 16
@@ -26,6 +26,20 @@ SETTINGS: dict[str | None, Any] = {"ngram": NGramSettings, "suffix": SuffixSetti
 """Settings of the samplers, by the methods that they have."""
 
 
+def asked_of_drafts(args: Any) -> dict[str, Any]:
+    """The fields of ``--speculative-config`` in vLLM's ``EngineArgs``; none where it is left out. Raises
+    ConfigError: it is no object."""
+    config = args.speculative_config
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise ConfigError(
+            '--speculative-config must be an object such as {"method": "ngram"}, '
+            f"not {config!r:.60}"
+        )
+    return config
+
+
 def fill_in(args: Any) -> str:
     """Fill in, in vLLM's ``EngineArgs``, what it wants to be told and SiPipe decides by itself.
 
@@ -33,7 +47,7 @@ def fill_in(args: Any) -> str:
     before vLLM looks for its model, or a library is missing.
     """
     config = {
-        option.replace("-", "_"): value for option, value in (args.speculative_config or {}).items()
+        str(option).replace("-", "_"): value for option, value in asked_of_drafts(args).items()
     }
     flags = {
         "method": args.spec_method,

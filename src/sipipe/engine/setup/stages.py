@@ -7,7 +7,9 @@ from sipipe.errors import ConfigError
 def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
     """The stages of each host, the main host first. Raises ConfigError: a host without a stage, or
     ``hosts.stages`` that do not add up."""
-    counts = hosts.stages or _even_counts(stages, hosts.count)
+    counts = hosts.stages
+    if not counts and hosts.count <= stages:  # else there may be a thousand million hosts
+        counts = _even_counts(stages, hosts.count)
     if len(counts) != hosts.count or sum(counts) != stages or not all(counts):
         raise ConfigError(
             f"--nnodes {hosts.count} and {stages} stages (-pp): every host needs a stage at least, "

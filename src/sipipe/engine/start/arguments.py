@@ -66,8 +66,9 @@ def engine_args(args: argparse.Namespace) -> AsyncEngineArgs:
 class OneLineParser(FlexibleArgumentParser):
     """vLLM's parser; a mistake is one line that says which option was perhaps meant."""
 
-    taken: tuple[str, ...] = ("pp", "tp", *OPTIONS)
-    """Options that SiPipe has taken from the command line before."""
+    taken: tuple[str, ...] = ("pp", "tp", "restart", *OPTIONS)
+    """Options that SiPipe has taken from the command line before. A file of ``--config`` has vLLM's
+    alone, and what it says comes here later."""
 
     def load_config_file(self, file_path: str) -> list[str]:
         """Read the file of ``--config``, as vLLM does, into words of a command line."""
@@ -88,7 +89,13 @@ class OneLineParser(FlexibleArgumentParser):
                 f"{option} is no option but a setting: "
                 f'--additional-config \'{{"sipipe": {{"{setting}": ...}}}}\''
             )
-        options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]
+        taken = [f"--{name.replace('_', '-')}" for name in self.taken]
+        if unknown and option in taken:
+            raise ConfigError(
+                f"{option} is read on the command line alone: a file of --config has vLLM's options, "
+                "such as pipeline-parallel-size"
+            )
+        options = [*_options(self), *taken]
         near = difflib.get_close_matches(option, options, n=1)
         lines = [line.strip() for line in message.splitlines() if "errors.pydantic.dev" not in line]
         message = " ".join(lines)

@@ -20,11 +20,12 @@ from vllm.ray.lazy_utils import is_in_ray_actor
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sipipe.config import SiPipeConfig, asked_of_sipipe
+from sipipe.engine.setup.speculative_config import asked_of_drafts
 
 
 def steps_aside(engine_args: Any) -> bool:
     """Say if vLLM's own executor is to run the engine of these ``EngineArgs``, which name SiPipe's.
-    Raises ConfigError: SiPipe's settings among them are wrong."""
+    Raises ConfigError: SiPipe's settings among them, or those of drafts, are wrong."""
     # Wrong settings are an error everywhere, so they are read before anything else is looked at.
     SiPipeConfig.from_additional_config(engine_args.additional_config)
     wishes = asked_of_sipipe(engine_args.additional_config)
@@ -51,12 +52,12 @@ def leave_sipipe_out(args: Any) -> None:
 def _drafts_by_sipipe(engine_args: Any) -> bool:
     """Say if drafts are asked for, and nobody has said how many a request has: SiPipe decides that by
     itself, vLLM refuses (:func:`sipipe.engine.setup.speculative_config.fill_in`)."""
-    config = engine_args.speculative_config or {}
+    config = asked_of_drafts(engine_args)
     method = config.get("method") or engine_args.spec_method
     model = config.get("model") or engine_args.spec_model
     count = config.get("num_speculative_tokens") or engine_args.spec_tokens
     drafts = bool(config or method or model)
-    return drafts and count is None and (method or model or "ngram").strip("[]") == "ngram"
+    return drafts and count is None and str(method or model or "ngram").strip("[]") == "ngram"
 
 
 def _scheduler_of_sipipe(scheduler: Any) -> bool:
@@ -65,7 +66,7 @@ def _scheduler_of_sipipe(scheduler: Any) -> bool:
     if isinstance(scheduler, str):
         try:
             scheduler = resolve_obj_by_qualname(scheduler)
-        except (ImportError, AttributeError, ValueError):
+        except (ImportError, AttributeError, ValueError, TypeError):
             return False  # vLLM says so
     bases = getattr(scheduler, "__mro__", ())
     return any(base.__module__.startswith("sipipe.") for base in bases)

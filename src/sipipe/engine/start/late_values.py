@@ -3,6 +3,7 @@ foreground: that is half a minute earlier, and one line instead of a traceback o
 """
 
 import json
+import os
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,16 +19,24 @@ from jinja2 import Environment, TemplateError
 from vllm.utils.import_utils import import_from_path
 
 from sipipe.engine.setup.checkpoint import check_path
+from sipipe.environment import LONGEST_SOCKET
 from sipipe.errors import ConfigError
 
 FILES = ("tool_parser_plugin", "reasoning_parser_plugin")
 """Arguments that name a module's file."""
 CERTIFICATES = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+CROSS_ORIGIN = ("allowed_origins", "allowed_methods", "allowed_headers")
+"""Arguments that are lists, of which vLLM's parser takes any JSON."""
+LONGEST_SHUTDOWN = 10**6
+"""Seconds of ``--shutdown-timeout``, at most: 11 days. A wait of 300 years is none that the kernel takes,
+and the server would fail when it is told to end."""
 
 
 def check_server(args: Any) -> None:
     """Check what the server's parsed arguments name: middleware, plugins of parsers, certificates, chat
     templates, adapters, sockets, keys. Raises ConfigError, which names the option."""
+    if (getattr(args, "shutdown_timeout", None) or 0) > LONGEST_SHUTDOWN:
+        raise ConfigError(f"--shutdown-timeout must be at most {LONGEST_SHUTDOWN} seconds")
     for name in getattr(args, "middleware", None) or ():
         _check_middleware(name)
     for field in (*FILES, *CERTIFICATES):
@@ -45,6 +54,8 @@ def check_server(args: Any) -> None:
         _check_tool_server(args.tool_server)
     if getattr(args, "uds", None):
         _check_socket(args.uds)
+    for field in CROSS_ORIGIN:
+        _check_cross_origin(getattr(args, field, ["*"]), _option(field))
     keys = getattr(args, "api_key", None)
     if keys and not any(keys):  # vLLM leaves empty keys out, and would then ask nobody for one
         raise ConfigError("--api-key is empty: give a key, or leave the option out")
@@ -116,7 +127,8 @@ def _check_middleware(name: str) -> None:
 def _check_file(path: str, option: str) -> None:
     """Check that a file can be read."""
     try:
-        with Path(path).expanduser().open("rb"):
+        # Not the path's own `expanduser`, which raises RuntimeError where a user has no home.
+        with open(os.path.expanduser(path), "rb"):
             pass
     except OSError as error:
         raise ConfigError(f'{option} "{path}" cannot be read: {error.strerror}') from None
@@ -199,10 +211,20 @@ def _check_tool_server(servers: str) -> None:
             raise ConfigError(f'--tool-server "{server}" must be HOST:PORT, several with commas')
 
 
+def _check_cross_origin(words: Any, option: str) -> None:
+    """Check what the server's answers to other sites' pages are made of, when it begins to serve."""
+    if words != "*" and not (
+        isinstance(words, list) and all(isinstance(word, str) for word in words)
+    ):
+        raise ConfigError(f'{option} must be a JSON list such as ["*"], not {words!r:.60}')
+
+
 def _check_socket(path: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir():
         raise ConfigError(f"--uds {path}: there is no directory {folder}")
+    if len(os.fsencode(path)) > LONGEST_SOCKET:
+        raise ConfigError(f"--uds {path}: too long for a socket's path: {LONGEST_SOCKET} bytes")
 
 
 def _check_adapter(adapter: Any, args: Any) -> None:

@@ -90,6 +90,11 @@ def _parsed(command: Any, argv: Sequence[str]) -> argparse.Namespace:
         args.model = args.model_tag
     elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
         raise ConfigError("serve: name the MODEL, a directory or a name on the Hugging Face hub")
+    # Those of the command line have been taken from it (:mod:`sipipe.cli.serve`).
+    for field, absent in {"nnodes": 1, "node_rank": 0, "headless": False}.items():
+        if getattr(args, field, absent) != absent:
+            option = f"--{field.replace('_', '-')}"
+            raise ConfigError(f"{option} is read on the command line alone, not in --config's file")
     return args
 
 

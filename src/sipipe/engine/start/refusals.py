@@ -14,8 +14,12 @@ from sipipe.errors import ConfigError, ResourceError, SiPipeError, tell
 
 T = TypeVar("T")
 
-REFUSALS = OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError
-"""Errors by which vLLM, and the libraries that read a model for it, refuse a configuration."""
+REFUSALS = (
+    *(OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError),
+    *(AssertionError, AttributeError),
+)
+"""Errors by which vLLM, and the libraries that read a model for it, refuse a configuration. vLLM asserts
+some of what a user may say, such as the name of ``--data-parallel-backend``."""
 MOST_VALUE = 60
 """Characters of a wrong value that a sentence repeats."""
 
@@ -44,7 +48,7 @@ def checked(call: Callable[[], T], model: str = "") -> T:
 
 def _subject(error: BaseException, model: str) -> str:
     """The beginning of a sentence whose error does not say what it is about."""
-    if isinstance(error, LookupError | TypeError):
+    if isinstance(error, LookupError | TypeError | AttributeError | AssertionError):
         return f"{type(error).__name__}: "
     if model and isinstance(error, OSError):
         return f'MODEL "{model}" cannot be read: '

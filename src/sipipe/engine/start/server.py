@@ -68,7 +68,8 @@ def _started(supervisor: socket.socket, args: Any, agent: bool) -> None:
     says when the server serves."""
     # wait: none: a line; the supervisor, whose death ends this process
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
-    if args.uds or agent:
+    # Of --port 0 the kernel makes another one, which vLLM says.
+    if args.uds or agent or not args.port:
         return
     # Looked up here, not in the thread: a process forked amid a look-up has its lock for ever.
     loopback = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
