@@ -89,6 +89,7 @@ ENGINE = r"""
 [sv] --kv-cache-memory-bytes 64K => --max-model-len 512: one request of it takes
 --kv-cache-memory-bytes lots => kv.cache.memory.bytes
 VLLM_CPU_KVCACHE_SPACE=9999 => VLLM_CPU_KVCACHE_SPACE.* 9999.0 GiB
+VLLM_CPU_KVCACHE_SPACE=0 => VLLM_CPU_KVCACHE_SPACE\) must be above 0
 VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --enable-sleep-mode => sleep mode is not supported
 --kv-offloading-size 1 => does not support --kv-offloading-size on CPUs

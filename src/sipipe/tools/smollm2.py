@@ -51,16 +51,20 @@ def find() -> Path:
 
 
 def place(path: Path, size: int, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a directory of ``size`` bytes, which appears as ``path`` when complete.
+    """Let ``write`` fill a directory of ``size`` bytes, whose files appear in ``path`` when complete.
     Raises ConfigError: ``path`` holds something. ResourceError: it cannot be written."""
-    parent = path.absolute().parent
     try:
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        is_there = path.exists()
+        if is_there and not (path.is_dir() and not any(path.iterdir())):
             raise ConfigError(f"make-model: {path} is there already; name a new or empty directory")
+        # A directory that is there may be a volume's or the shell's own, which nothing can replace.
+        parent = path if is_there else path.absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=parent))
     except OSError as error:
-        raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
+        raise ResourceError(
+            f"make-model: cannot write to {path.absolute().parent}: {error.strerror}"
+        ) from None
     try:
         if (free := shutil.disk_usage(scratch).free) < size:
             raise ResourceError(
@@ -70,8 +74,12 @@ def place(path: Path, size: int, write: Callable[[Path], None]) -> None:
         write(scratch)
         for file in scratch.iterdir():
             file.chmod(0o644)  # safetensors keeps its own to the user, mkdtemp the directory
-        scratch.chmod(0o755)
-        scratch.rename(path)  # also onto an empty directory
+        if is_there:
+            for file in scratch.iterdir():
+                file.rename(path / file.name)
+        else:
+            scratch.chmod(0o755)
+            scratch.rename(path)
     except OSError as error:
         raise ResourceError(f"make-model: cannot write {path}: {error.strerror}") from None
     finally:

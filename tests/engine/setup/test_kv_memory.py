@@ -16,7 +16,7 @@ from sipipe.cores import CorePlan
 from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.setup import kv_memory
 from sipipe.engine.setup.checkpoint import weight_files
-from sipipe.errors import ResourceError
+from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc import memory
 
 MIB = 1 << 20
@@ -68,6 +68,14 @@ def test_files_that_a_container_has_read_leave_room_for_caches(tmp_path, monkeyp
     assert cpu_resource_utils.get_memory_node_info(0).total_memory == GIB
     named = configuration(str(tmp_path), size=800 * MIB)
     assert kv_memory.share_kv_memory(named, [TWO], (16, 16), None) is None
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_no_memory_at_all_is_refused_by_the_options_name(tmp_path, size):
+    """0 is a size that the user has named, and not the share of --gpu-memory-utilization."""
+    named = configuration(str(tmp_path), size=size)
+    with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes .* must be above 0, not"):
+        kv_memory.share_kv_memory(named, [TWO], (16, 16), None)
 
 
 def test_nodes_of_a_container_share_its_room(monkeypatch):

@@ -1,13 +1,15 @@
 """What `sipipe generate` makes of prompts that fail, of an engine that dies, of a reader that goes."""
 
 import asyncio
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import QueueOverflowError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sipipe.engine.start import generate
@@ -25,6 +27,8 @@ class Engine:
         await asyncio.sleep(0)
         if prompt == "long":
             raise VLLMValidationError("longer than the maximum model length")
+        if prompt == "one too many":
+            raise QueueOverflowError
         if prompt == "dead":
             raise EngineDeadError()
         if prompt == "odd":
@@ -54,13 +58,13 @@ def run(monkeypatch):
 
 def test_a_prompt_that_fails_costs_no_other_one(run):
     shown = []
-    good, _ = run(
-        ["first", "long", "odd", "last"], lambda event, it, text: shown.append((event, it, text))
-    )
+    prompts = ["first", "long", "odd", "one too many", "last"]
+    good, _ = run(prompts, lambda event, it, text: shown.append((event, it, text)))
     ends = [completion for event, completion, _ in shown if event == "end"]
-    assert [completion.text for completion in ends] == ["first", "", "", "last"]
+    assert [completion.text for completion in ends] == ["first", "", "", "", "last"]
     assert "longer than the maximum" in ends[1].error
     assert ends[2].error == "surrogates not allowed"
+    assert "cannot accept new requests" in ends[3].error
     assert not good
     assert run(["first"])[0]
 
@@ -68,6 +72,19 @@ def test_a_prompt_that_fails_costs_no_other_one(run):
 def test_an_engine_that_dies_is_one_line(run):
     with pytest.raises(SiPipeError, match="generate: EngineCore"):
         run(["first", "dead", "last"])
+
+
+def test_a_start_is_interrupted_at_once(monkeypatch):
+    """A terminal interrupts the engine too, whose end is then no failure."""
+
+    def start(_):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("the engine was interrupted")
+
+    monkeypatch.setattr(generate.AsyncLLM, "from_engine_args", start)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(generate.complete(None, ["first"], None, False, pytest.fail))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_reader_that_goes_is_told_as_that(run):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,15 @@ def test_a_mistake_gets_one_line_and_leaves_files_alone(tmp_path, family, place,
 def test_a_name_that_no_file_can_have(tmp_path):
     with pytest.raises(ResourceError, match=r"cannot write to .*: File name too long"):
         smollm2.place(tmp_path / ("x" * 300), 1, lambda _: None)
+
+
+def test_an_empty_directory_that_is_there_is_filled(tmp_path, monkeypatch):
+    """It may be a volume, or the one that the shell is in: nothing can take its place."""
+    monkeypatch.chdir(tmp_path)
+    before = tmp_path.stat().st_ino
+    smollm2.place(Path("."), 1, lambda scratch: (scratch / "config.json").write_text("{}"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
+    assert tmp_path.stat().st_ino == before
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):

@@ -27,6 +27,8 @@ from sipipe.ipc.memory import group_limit, group_used
 MIB = 1 << 20
 GIB = 1 << 30
 
+NAMED = "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)"
+"""The option, and the variable, by which a user names the size."""
 KV_CACHE_SHARE = 0.4
 """Part of a node's memory, less the weights, that its KV caches get together. The rest is for the
 processes themselves, activations, and shared memory."""
@@ -47,7 +49,7 @@ def share_kv_memory(
         facts: sizes of the model's weights, if they are known.
 
     Raises ResourceError: so much memory is not free. ConfigError: there never is so much, or it is too
-    little for one request."""
+    little for one request, or none."""
     if not current_platform.is_cpu():
         return None
     cache = vllm_config.cache_config
@@ -57,6 +59,8 @@ def share_kv_memory(
     cpu_resource_utils.get_cgroup_memory_usage = group_used
     named_bytes: int | None = cache.kv_cache_memory_bytes
     planned: int | None = None
+    if named_bytes is not None and named_bytes <= 0:
+        raise ConfigError(f"{NAMED} must be above 0, not {named_bytes}: leave it out")
     if named_bytes is None and cache.gpu_memory_utilization == EngineArgs.gpu_memory_utilization:
         planned = kv_cache_bytes(nodes, _weights_of_host(vllm_config, plans, layers, facts))
     else:
@@ -94,7 +98,7 @@ def _check_memory(nodes: list[int], named_bytes: int | None, share: float) -> No
             continue
         option = f"--gpu-memory-utilization {share}"
         if named_bytes:
-            option = "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)"
+            option = NAMED
         refusal = ConfigError if wanted > memory.total_memory else ResourceError
         raise refusal(
             f"{option}: each worker would take {wanted / GIB:.1f} GiB of memory node {node}, which "

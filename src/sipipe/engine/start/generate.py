@@ -9,12 +9,14 @@ Guarantees: a prompt that fails costs no other one. The engine and its processes
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import GenerationError, VLLMClientError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -106,7 +108,8 @@ async def complete(
 ) -> bool:
     """Complete ``texts`` with an engine of ``arguments``; True if all finished."""
     try:
-        engine = AsyncLLM.from_engine_args(arguments)
+        with _interrupted_at_once():
+            engine = AsyncLLM.from_engine_args(arguments)
     except RuntimeError as error:  # EngineDiedError, and vLLM's own where SiPipe steps aside
         raise SiPipeError(f"generate: {error}") from None
     tasks: list[asyncio.Task[None]] = []
@@ -134,6 +137,19 @@ async def complete(
         engine.shutdown()
 
 
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Have Ctrl-C interrupt what the body does. asyncio's handler would wait for the end of a start, or
+    for the engine, which a terminal interrupts too, and which then seems to have failed."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 async def _complete(
     engine: AsyncLLM,
     completion: Completion,
@@ -154,7 +170,8 @@ async def _complete(
             completion.finish_reason = piece.finish_reason
             if piece.text:
                 queue.put_nowait(piece.text)
-    except (GenerationError, VLLMClientError, EngineGenerateError) as error:
+    # GracefulHTTPError: one of vLLM's bounds on what waits (``--max-num-queued-reqs``).
+    except (GenerationError, VLLMClientError, EngineGenerateError, GracefulHTTPError) as error:
         completion.finish_reason = "error"
         completion.error = str(error.__cause__ or error)
     finally:
