@@ -740,6 +740,10 @@ def test_pp_auto_has_the_gpus_that_it_may_use(served, monkeypatch):
         ("m --pp auto --nnodes=2", "--pp auto: .*leave --nnodes out"),
         ("m --pp auto --data-parallel-size 2", "--pp auto: .*leave --data-parallel-size out"),
         ("m --pp auto --tensor_parallel_size 2", "--pp auto: .*leave --tensor-parallel-size out"),
+        (
+            "m --pp auto --distributed-executor-backend ray",
+            "--pp auto: .*leave --distributed-executor-backend out",
+        ),
     ],
 )
 def test_a_wrong_pp_is_one_line(served, line, words):

@@ -64,6 +64,10 @@ def _suiting(args: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
     """The degrees for which ``--pp auto`` stands: those that suit this machine and the model. Raises
     ConfigError: another option names one, or none suits."""
     named = {word.split("=")[0] for word in argv} & WIDER
+    backend = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    backend.add_argument("--distributed-executor-backend", nargs="?", dest="name")
+    if backend.parse_known_args(argv)[0].name == "ray":  # which has other hosts, too
+        named.add("--distributed-executor-backend")
     if named or args.tp is not None or args.nnodes > 1:
         conflict = min(named, default="--tp" if args.tp is not None else "--nnodes")
         raise ConfigError(
