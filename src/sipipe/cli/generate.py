@@ -114,10 +114,11 @@ def read_prompts(file: str) -> list[str]:
             # wait: none; whoever writes the prompts, or Ctrl-C
             text = "" if sys.stdin is None else sys.stdin.read()  # None: it was closed (<&-)
         else:
-            text = Path(file).read_text("utf-8-sig")  # editors of Windows put a mark in front
+            text = Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"generate: cannot read --file {file}: {reason}") from None
+    text = text.removeprefix("\ufeff")  # editors of Windows put it in front of UTF-8
     # Not `splitlines`, which also cuts at characters within a line, such as U+2028 and a form feed.
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:

@@ -36,6 +36,7 @@ from sipipe.engine.setup.describe import describe_setup
 from sipipe.engine.setup.memory_budget import memory_budget
 from sipipe.engine.setup.vllm_config import PipelineVllmConfig
 from sipipe.engine.start import arguments, launch, plugin
+from sipipe.engine.start.refusals import checked
 from sipipe.errors import ConfigError, ResourceError, tell
 from sipipe.ipc import memory
 
@@ -412,6 +413,18 @@ def test_a_server_that_is_started_again_does_not_need_who_read_its_log(model, mo
     monkeypatch.setattr(sys, "stderr", Unread())
     launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
     tell("nor does what comes later")
+
+
+def test_assertions_of_vllms_are_refusals_and_ours_are_not():
+    def refuse():
+        raise AssertionError("must be ray or mp")
+
+    with pytest.raises(ConfigError, match="AssertionError: must be ray or mp"):
+        checked(refuse)
+    ours = {"__name__": "sipipe.engine.somewhere"}
+    exec("def fail():\n    raise AssertionError('a bug')", ours)
+    with pytest.raises(AssertionError, match="a bug"):
+        checked(ours["fail"])
 
 
 def test_a_line_is_one_whatever_it_repeats(capsys):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gaierror
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 from sipipe.errors import ConfigError, ResourceError, SiPipeError, tell
@@ -42,8 +43,16 @@ def checked(call: Callable[[], T], model: str = "") -> T:
     except ValidationError as error:
         raise ConfigError(_with_option(error.title, error.errors()[0])) from error
     except (*REFUSALS, VLLMError) as error:
+        if isinstance(error, AssertionError | AttributeError) and _is_ours(error):
+            raise
         refusal = ResourceError if _unreached(error) else ConfigError
         raise refusal(f"{_subject(error, model)}{_first_line(error)}") from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Say if SiPipe's own code has raised an error: it is no mistake of a user's."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("sipipe.")
 
 
 def _subject(error: BaseException, model: str) -> str:
