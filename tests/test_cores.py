@@ -19,6 +19,7 @@ from sipipe.core_binding import claim, claimed, running_on
 from sipipe.cores import (
     Core,
     cpus_of,
+    degrees,
     equal_shares,
     format_cpus,
     plan_cores,
@@ -454,3 +455,21 @@ def test_engines_of_a_host_tell_each_other_which_cpus_they_take():
         with claim(far):
             pass
     assert not claimed() & plans[0].cpus
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        (["m", "-pp", "2", "--tensor_parallel_size=4"], (2, 4, 1)),
+        (["m", "-dp=2"], (1, 1, 2)),
+        (["m", "-pp", "0"], None),
+        (["m", "-pp", "two"], None),
+        (["m", "-pp"], None),
+        (["m", "-pp", "100", "-tp", "100"], (100, 100, 1)),
+        (["m", "-pp", "1000", "-tp", "1000"], None),
+        (["m", "-dp", "9" * 5000], None),
+    ],
+)
+def test_degrees_are_those_of_a_command_line_that_some_host_may_run(words, counts):
+    """A plan for a thousand million workers would take all memory."""
+    assert degrees(words) == counts

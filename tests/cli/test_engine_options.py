@@ -122,7 +122,7 @@ def test_a_closed_standard_input_holds_no_prompt(monkeypatch):
         (["m", "--additional-config", "[]"], "must be a JSON object"),
         (["m", "--sampling", "greedy:0"], "--sampling: must be a whole number of 1 or more"),
         (["m", "--row", "a"], '"a" is not NAME=OPTIONS'),
-        (["m", "--row", "a=--pp x"], '--pp.*must be a whole number of 1 or more, not "x"'),
+        (["m", "--row", "a=--pp x"], '--pp.*must be a whole number from 1 to 10000, not "x"'),
         (["m", "--row", "a=--pp"], "--pp.*expected one argument"),
         (["m", "--row", "a='"], "a=.*No closing quotation"),
         (["m", "--rows", ","], '--rows "," names no row'),

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from sipipe.cli.bench_tables import STOCK
 from sipipe.cli.parser import at_least, counts, make_parser
 from sipipe.config import STEPS_ASIDE, SiPipeConfig, asked_of_sipipe
-from sipipe.cores import degrees, equal_shares, this_machine
+from sipipe.cores import MOST_PLANNED, degrees, equal_shares, this_machine
 from sipipe.errors import ConfigError, tell
 from sipipe.versions import installed_vllm
 
@@ -108,7 +108,7 @@ def _steps_aside(settings: Mapping[str, Any], words: Sequence[str]) -> bool:
 def _degrees_parser() -> argparse.ArgumentParser:
     """A parser of stages and ranks, by any of their names."""
     parser = make_parser("bench", "", add_help=False)
-    count = at_least(1, int)
+    count = at_least(1, int, MOST_PLANNED)
     parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=count, default=1)
     parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, default=1)
     return parser

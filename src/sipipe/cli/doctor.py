@@ -26,7 +26,7 @@ from sipipe._version import __version__
 from sipipe.cli.advice import best_degrees, gpus_here, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import STEPS_ASIDE, SiPipeConfig
-from sipipe.cores import cpus_of, format_cpus, plan_cores, quota, this_machine
+from sipipe.cores import MOST_PLANNED, cpus_of, format_cpus, plan_cores, quota, this_machine
 from sipipe.ipc.memory import free_bytes
 from sipipe.linux import pidfd_open
 from sipipe.tools.planner.models import load_model
@@ -181,6 +181,10 @@ def _what_sipipe_does(
     """Findings on what SiPipe would do with these degrees."""
     workers = stages * ranks
     cores = len(this_machine())
+    if workers > MOST_PLANNED:
+        text = f"--pp {stages} --tp {ranks} are {workers} workers, more than any host runs"
+        yield Finding("core plan", "error", text)
+        return
     if device == "cpu" and workers > cores:
         yield Finding(
             "core plan",

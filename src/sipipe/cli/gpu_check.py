@@ -19,6 +19,7 @@ from typing import Any
 
 from sipipe.cli.bench_rows import server_job
 from sipipe.cli.parser import adder, at_least, make_parser
+from sipipe.cores import MOST_PLANNED
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
 from sipipe.tools.load import SAMPLING
@@ -53,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
     count = at_least(1, int)
     add("--out", Path, Path("sipipe-gpu-check.jsonl"), "FILE", "default: sipipe-gpu-check.jsonl")
     add("--steps", str, ",".join(STEPS), "LIST", "default: all")
-    add("--pp", count, None, "N", "stages of the large model (default: a GPU each)")
-    add("--tp", count, 1, "N", "ranks of its stages (default: 1)")
+    degree = at_least(1, int, MOST_PLANNED)
+    add("--pp", degree, None, "N", "stages of the large model (default: a GPU each)")
+    add("--tp", degree, 1, "N", "ranks of its stages (default: 1)")
     add("--nnodes", count, 1, "N", "2: the step links tries those between two hosts (default: 1)")
     add("--node-rank", at_least(0, int), 0, "N", "0 on the host of --master-addr, 1 on the other")
     add("--master-addr", str, "", "ADDRESS", "host 0's address, on both hosts")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from sipipe.config import OPTIONS, SiPipeConfig
+from sipipe.cores import MOST_PLANNED
 from sipipe.errors import ConfigError
 
 Value = TypeVar("Value")
@@ -143,7 +144,7 @@ def parse_engine_command(
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """SiPipe's own options of the commands that start an engine. vLLM has none of these names."""
     group = parser.add_argument_group("SiPipe's options")
-    count = at_least(1, int)
+    count = at_least(1, int, MOST_PLANNED)
     placed = 'core placement: \'{"stages": [[0], [1]], "samplers": [[2]]}\' (default: auto)'
     for name, kind, metavar, text in (
         ("samplers", _setting, "N", "CPU sampler processes (default: from the free cores)"),
@@ -162,7 +163,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _stages(text: str) -> Any:
     """The ``type`` of ``--pp``."""
-    return text if text == "auto" else at_least(1, int)(text)
+    return text if text == "auto" else at_least(1, int, MOST_PLANNED)(text)
 
 
 def _setting(text: str) -> Any:

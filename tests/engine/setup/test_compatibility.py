@@ -147,6 +147,16 @@ def vllm_config(**changes):
                 ({"additional_config": {"sipipe": {"hosts": HOSTS}}}, ": start a server on each"),
             )
         ),
+        (
+            dict.fromkeys(
+                (
+                    "parallel_config__data_parallel_size",
+                    "parallel_config__data_parallel_size_local",
+                ),
+                10**9,
+            ),
+            "--data-parallel-size above 10000",
+        ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"parallel_config__nnodes": 2}, "--nnodes.*: sipipe serve takes it"),

@@ -13,7 +13,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sipipe.config import SiPipeConfig
-from sipipe.cores import alone, this_machine
+from sipipe.cores import MOST_PLANNED, alone, this_machine
 from sipipe.engine.setup.derived import settings_of
 from sipipe.engine.setup.speculative_config import check_speculation
 from sipipe.errors import ConfigError, UnsupportedError
@@ -60,6 +60,7 @@ def check_features(vllm_config: VllmConfig) -> None:
             or hosts.count > 1
         )
         and replicas,
+        f"--data-parallel-size above {MOST_PLANNED}": parallel.data_parallel_size > MOST_PLANNED,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--nnodes above 1 here: sipipe serve takes it": parallel.nnodes > 1,
