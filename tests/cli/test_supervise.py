@@ -251,6 +251,21 @@ def test_a_socket_that_was_left_is_removed_and_no_other(tmp_path):
         free_path("/tmp/" + 200 * "a")
 
 
+def test_a_server_that_takes_no_more_connections_is_not_waited_for(tmp_path):
+    """As one that is stopped, once its backlog is full."""
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as served, contextlib.ExitStack() as clients:
+        served.bind(path)
+        served.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client = clients.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(path)
+        with pytest.raises(ConfigError, match=r"--uds .*socket: a server listens there"):
+            free_path(path)
+
+
 def test_directories_of_the_living_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)

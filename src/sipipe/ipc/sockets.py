@@ -43,8 +43,11 @@ def free_path(path: str) -> None:
     """Remove the socket that a dead server has left at ``path``. Raises ConfigError: a server listens
     there, or none can."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server that is stopped takes no more connections at some time
         try:
-            probe.connect(path)
+            # wait: none: does not block
+            with suppress(BlockingIOError):
+                probe.connect(path)
             raise ConfigError(f"--uds {path}: a server listens there")
         except FileNotFoundError:
             return
