@@ -345,6 +345,11 @@ def test_settings_of_the_command_line_join_those_of_additional_config():
     [
         ({"distributed_executor_backend": "mp"}, {}, "--distributed-executor-backend is mp"),
         ({"additional_config": {"sipipe": {"samplers": 1}}}, {"samplers": 2}, "give it once"),
+        (
+            {"additional_config": {"sipipe": {"hosts": {"address": "a", "stages": [1, 1]}}}},
+            {"hosts": {"count": 2, "address": "b"}},
+            '"hosts.address" is .b. on the command line and .a. in .*: give it once',
+        ),
         ({"additional_config": {"sipipe": {"sampler": 1}}}, {}, 'did you mean "samplers"'),
         ({"additional_config": {"sipipe": 3}}, {}, "must be an object"),
     ],

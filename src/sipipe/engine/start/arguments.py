@@ -153,17 +153,18 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     register()
 
 
-def _merged(ours: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings ``ours`` of ``--additional-config`` with the command line's ``settings``. Raises
-    ConfigError: both have one, with different values."""
-    hosts = ours.get("hosts")
-    if isinstance(hosts, dict) and "hosts" in settings:  # flags, and how many stages each host has
-        settings = settings | {"hosts": hosts | settings["hosts"]}
-        ours = {key: value for key, value in ours.items() if key != "hosts"}
+def _merged(ours: dict[str, Any], settings: dict[str, Any], within: str = "") -> dict[str, Any]:
+    """The settings ``ours`` of ``--additional-config`` with the command line's ``settings``, both
+    ``within`` an object of that name. Raises ConfigError: both have one, with different values."""
+    merged = dict(ours)
     for key, value in settings.items():
+        if key == "hosts" and isinstance(ours.get(key), dict):  # flags, and stages of each host
+            merged[key] = _merged(ours[key], value, f"{key}.")
+            continue
         if key in ours and ours[key] != value:
             raise ConfigError(
-                f'"{key}" is {value!r} on the command line and {ours[key]!r} in '
+                f'"{within}{key}" is {value!r} on the command line and {ours[key]!r} in '
                 "--additional-config: give it once"
             )
-    return ours | settings
+        merged[key] = value
+    return merged
