@@ -211,6 +211,9 @@ def test_words_may_stand_anywhere_beside_vllms_options(model):
     assert arguments.parse_engine_args([model, "--", "-5 is"], {}).words == ["-5 is"]
     with pytest.raises(ConfigError, match="did you mean --max-model-len"):
         arguments.parse_engine_args([model, "--max-model-length", "256"], {})
+    # A parameter of sampling that the command has no option for, and that is no option of vLLM's.
+    with pytest.raises(ConfigError, match=r"^unrecognized arguments: --n=2$"):
+        arguments.parse_engine_args([model, "--n=2"], {})
 
 
 GIB = 1 << 30
@@ -543,7 +546,7 @@ PORT = "the port that the test holds"
     ("wrong", "said"),  # of each kind one: all are in tests/cli/wrong_usages.py
     [
         (["--pp", "99"], "--pp 99: the model has 4 layers"),
-        (["--pp", "two"], "--pp: must be a whole number of 1 or more"),
+        (["--pp", "two"], "--pp: must be a whole number from 1 to 10000"),
         (["--max-model-length", "9"], "did you mean --max-model-len?"),
         (["--max-model-len", "9999999"], "max_model_len"),
     ],

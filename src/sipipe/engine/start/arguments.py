@@ -66,9 +66,10 @@ def engine_args(args: argparse.Namespace) -> AsyncEngineArgs:
 class OneLineParser(FlexibleArgumentParser):
     """vLLM's parser; a mistake is one line that says which option was perhaps meant."""
 
-    taken: tuple[str, ...] = ("pp", "tp", "restart", *OPTIONS)
-    """Options that SiPipe has taken from the command line before. A file of ``--config`` has vLLM's
-    alone, and what it says comes here later."""
+    taken: tuple[str, ...] = ("pp", "tp", *OPTIONS)
+    """Options that SiPipe has taken from the command line before."""
+    not_in_files: tuple[str, ...] = ("--pp", "--tp", "--restart")
+    """Those that come here from a file of ``--config``, which is read later, and has vLLM's alone."""
 
     def load_config_file(self, file_path: str) -> list[str]:
         """Read the file of ``--config``, as vLLM does, into words of a command line."""
@@ -89,14 +90,15 @@ class OneLineParser(FlexibleArgumentParser):
                 f"{option} is no option but a setting: "
                 f'--additional-config \'{{"sipipe": {{"{setting}": ...}}}}\''
             )
-        taken = [f"--{name.replace('_', '-')}" for name in self.taken]
-        if unknown and option in taken:
+        if unknown and option in self.not_in_files:
             raise ConfigError(
                 f"{option} is read on the command line alone: a file of --config has vLLM's options, "
                 "such as pipeline-parallel-size"
             )
-        options = [*_options(self), *taken]
-        near = difflib.get_close_matches(option, options, n=1)
+        taken = (f"--{name.replace('_', '-')}" for name in self.taken)
+        options = {*_options(self), *taken, *self.not_in_files}
+        long = {name for name in options if name.startswith("--") and name != option}
+        near = difflib.get_close_matches(option, long, n=1)
         lines = [line.strip() for line in message.splitlines() if "errors.pydantic.dev" not in line]
         message = " ".join(lines)
         raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))
@@ -121,6 +123,7 @@ class _WordsParser(OneLineParser):
     """
 
     taken = (*OneLineParser.taken, *SamplingParams.__struct_fields__)
+    not_in_files = ("--pp", "--tp")
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
