@@ -25,6 +25,7 @@ import safetensors.torch  # noqa: E402
 from sipipe.errors import ConfigError, UnsupportedError  # noqa: E402
 from sipipe.kv_files import connector  # noqa: E402
 from sipipe.kv_files import store as kv_files  # noqa: E402
+from sipipe.kv_files.settings import MODULE, check  # noqa: E402
 from sipipe.kv_files.settings import settings as read_settings  # noqa: E402
 from sipipe.kv_files.store import Store  # noqa: E402
 
@@ -434,3 +435,12 @@ def test_a_block_has_all_of_its_kernels_blocks(monkeypatch):
 def test_settings_are_refused_by_name(extra, named):
     with pytest.raises(ConfigError, match=named):
         read_settings(extra)
+    ours = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
+    theirs = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"any": 1}}
+    with pytest.raises(ConfigError, match=named):  # joined with another one by MultiConnector
+        check(None, {"connectors": [theirs, ours]})
+
+
+@pytest.mark.parametrize("extra", [{}, None, [1], {"connectors": 5}, {"connectors": [5, {}]}])
+def test_settings_of_other_connectors_are_theirs(extra):
+    check("a.module", extra)

@@ -135,6 +135,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --kv-transfer-config '{"kv_connector": "KVFiles", "kv_connector_module_path": "sipipe.kv_files.connector", "kv_role": "kv_both", "kv_connector_extra_config": {"directory": "/a", "size": 5}}' => KVFiles has no size: directory, size_gib
 --kv-transfer-config '{"kv_connector": "NoSuch", "kv_role": "kv_both"}' => NoSuch|kv.transfer
 [sv] --kv-transfer-config '{"kv_connector": "ExampleConnector"}' => kv_role
+[sv] --kv-transfer-config '{"kv_connector": "KVFile", "kv_connector_module_path": "sipipe.kv_files.connector", "kv_role": "kv_both"}' => KVFile not found in sipipe.kv_files.connector
 [sv] --kv-transfer-config '{"kv_connector": "ExampleConnector", "kv_role": "both"}' => kv_role
 [sv] --kv-events-config '{"publisher": "no-such"}' => publisher
 [sv] --compilation-config '{"mode": 9}' => \bmode\b

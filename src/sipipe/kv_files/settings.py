@@ -11,6 +11,24 @@ MODULE = "sipipe.kv_files.connector"
 OPTIONS = ("directory", "size_gib")
 
 
+def check(module: str | None, extra: Any) -> None:
+    """Check the settings of each KVFiles in ``--kv-transfer-config``, which has this ``module`` and
+    ``extra``: its own, and those of connectors that vLLM's ``MultiConnector`` joins.
+
+    Raises:
+        ConfigError: as :func:`settings`.
+    """
+    if not isinstance(extra, dict):
+        return  # vLLM says so
+    if module == MODULE:
+        settings(extra)
+    connectors = extra.get("connectors")
+    for connector in connectors if isinstance(connectors, list) else ():
+        if isinstance(connector, dict):
+            inner = connector.get("kv_connector_extra_config", {})
+            check(connector.get("kv_connector_module_path"), inner)
+
+
 def settings(extra: dict[str, Any]) -> tuple[Path, int]:
     """The directory, and the bytes that all files in it may have.
 

@@ -96,8 +96,8 @@ def check_features(vllm_config: VllmConfig) -> None:
     check_cuttable(vllm_config)
     check_speculation(vllm_config)
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector_module_path == kv_files.MODULE:
-        kv_files.settings(transfer.kv_connector_extra_config)
+    if transfer is not None:
+        kv_files.check(transfer.kv_connector_module_path, transfer.kv_connector_extra_config)
 
 
 def check_cuttable(vllm_config: VllmConfig) -> None:
