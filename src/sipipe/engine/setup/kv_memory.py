@@ -53,14 +53,14 @@ def share_kv_memory(
     if not current_platform.is_cpu():
         return None
     cache = vllm_config.cache_config
+    named_bytes: int | None = cache.kv_cache_memory_bytes
+    if named_bytes is not None and named_bytes <= 0:
+        raise ConfigError(f"{NAMED} must be above 0, not {named_bytes}: leave it out")
     nodes = worker_nodes(*plans)
     # vLLM counts files that a container has read as used memory, which the kernel would give back.
     cpu_resource_utils.get_cgroup_memory_limit = group_limit
     cpu_resource_utils.get_cgroup_memory_usage = group_used
-    named_bytes: int | None = cache.kv_cache_memory_bytes
     planned: int | None = None
-    if named_bytes is not None and named_bytes <= 0:
-        raise ConfigError(f"{NAMED} must be above 0, not {named_bytes}: leave it out")
     if named_bytes is None and cache.gpu_memory_utilization == EngineArgs.gpu_memory_utilization:
         planned = kv_cache_bytes(nodes, _weights_of_host(vllm_config, plans, layers, facts))
     else:
