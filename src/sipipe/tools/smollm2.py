@@ -53,18 +53,17 @@ def find() -> Path:
 def place(path: Path, size: int, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a directory of ``size`` bytes, whose files appear in ``path`` when complete.
     Raises ConfigError: ``path`` holds something. ResourceError: it cannot be written."""
+    parent = path.absolute().parent
     try:
         is_there = path.exists()
         if is_there and not (path.is_dir() and not any(path.iterdir())):
             raise ConfigError(f"make-model: {path} is there already; name a new or empty directory")
-        # A directory that is there may be a volume's or the shell's own, which nothing can replace.
-        parent = path if is_there else path.absolute().parent
+        if is_there:  # a volume's, perhaps, or the shell's own, which nothing can replace
+            parent = path
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=parent))
     except OSError as error:
-        raise ResourceError(
-            f"make-model: cannot write to {path.absolute().parent}: {error.strerror}"
-        ) from None
+        raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
     try:
         if (free := shutil.disk_usage(scratch).free) < size:
             raise ResourceError(
