@@ -45,7 +45,6 @@ def free_path(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)  # a server that is stopped takes no more connections at some time
         try:
-            # wait: none: does not block
             with suppress(BlockingIOError):
                 probe.connect(path)
             raise ConfigError(f"--uds {path}: a server listens there")
