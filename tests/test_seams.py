@@ -87,7 +87,10 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_finishe
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_transfer_results(self, finished_req_ids)
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_block_ids_with_load_errors(self)
 vllm.v1.worker.gpu_input_batch:InputBatch.add_request(self, request)
+vllm.v1.sample.sampler:Sampler.__init__(self, logprobs_mode)
 vllm.v1.sample.sampler:Sampler.forward(self, logits, sampling_metadata)
+vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs(self, logprobs, logprob_token_ids, sampled)
+vllm.v1.sample.sampler:Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
 vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens(self, request_id, tokens)
 vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask(self, bitmask, batch_index)
 vllm.v1.structured_output.backend_types:StructuredOutputGrammar.rollback(self, num_tokens)
@@ -279,6 +282,7 @@ vllm.v1.worker.gpu_input_batch:InputBatch: req_ids req_id_to_index sampling_meta
 vllm.v1.worker.gpu_input_batch:CachedRequestState: req_id prompt_token_ids mm_features
     sampling_params generator block_ids num_computed_tokens output_token_ids prompt_embeds
     prompt_is_token_ids num_prompt_tokens
+vllm.v1.sample.metadata:SamplingMetadata: max_num_logprobs
 vllm.v1.outputs:LogprobsTensors: logprob_token_ids logprobs selected_token_ranks
 vllm.v1.worker.gpu.states:RequestState: req_id_to_index prefill_len
 vllm.v1.worker.gpu.async_utils:AsyncOutput: sampled_token_ids model_runner_output

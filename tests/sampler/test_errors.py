@@ -95,6 +95,7 @@ def test_all_but_one_masked(mask: dict | None) -> None:
         ("frequency_penalty", -2.1),
         ("logprobs", -2),
         ("min_tokens", -1),
+        ("min_tokens", 2**64),
         ("thinking_token_budget", -1),
         ("bad_words_token_ids", [[]]),
         ("logit_bias", {1: math.inf}),
@@ -111,8 +112,8 @@ def test_parameters_name_the_field(field: str, value: object) -> None:
         ("logit_bias", {V: 1.0}),
         ("logprob_token_ids", [V]),
         ("allowed_token_ids", [-1]),
-        ("all_stop_token_ids", [V + 3]),
-        ("bad_words_token_ids", [[1, V]]),
+        ("all_stop_token_ids", [-3]),
+        ("bad_words_token_ids", [[1, -1]]),
     ],
 )
 def test_token_ids_are_checked_against_the_vocabulary(field: str, value: object) -> None:

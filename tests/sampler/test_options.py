@@ -57,6 +57,31 @@ def test_min_tokens_end() -> None:
     assert [greedy(row, params, [1] * n) for n in range(4)] == [0, 0, 9, 9]
 
 
+def test_what_the_model_cannot_draw_need_not_be_ruled_out() -> None:
+    """A tokenizer may have tokens that the model has not: vLLM lets them be bad words, and ends."""
+    row = np.zeros(V, np.float32)
+    row[[3, 4, 5]] = 3.0, 2.0, 1.0
+    params = SequenceParams(
+        temperature=0.0,
+        bad_words_token_ids=[[V], [1, V + 7], [V, 3], [3]],
+        min_tokens=2,
+        all_stop_token_ids=[4, V, V + 100],
+    )
+    assert greedy(row, params, [1]) == 5
+    assert greedy(row, params, [1, 1]) == 4
+
+
+def test_a_token_that_the_model_has_not_is_not_forced() -> None:
+    """It would be written behind the mask."""
+    params = SequenceParams(temperature=0.0, thinking_token_budget=0)
+    row = logits("zipf", V)
+    reasoning = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8, V]}
+    with pytest.raises(ValueError, match=f"thinking_token_budget: token ids .{V}. are outside"):
+        greedy(row, params, prompt=[7], state=reasoning)
+    reasoning["reasoning_start_token_ids"] = [V + 1]  # thinking cannot begin
+    assert greedy(row, params, prompt=[7], state=reasoning) == row.argmax()
+
+
 def test_bad_words_follow_the_output() -> None:
     row = np.zeros(V, np.float32)
     row[3] = 1

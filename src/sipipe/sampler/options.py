@@ -99,15 +99,21 @@ class RequestOptions:
         reasoning: Reasoning,
         vocab_size: int,
     ) -> None:
-        """Raises ValueError naming the field that holds a token id outside the vocabulary."""
-        words = params.bad_words_token_ids or []
+        """Raises ValueError naming the field that holds a token id outside the vocabulary.
+
+        A bad word or a stop token that the tokenizer has and the model has not is never drawn. It is
+        left out, since it rules nothing out.
+        """
+        words = [word for word in params.bad_words_token_ids or () if max(word) < vocab_size]
         _ids("bad_words_token_ids", [token for word in words for token in word], vocab_size)
         self._single = [word[-1] for word in words if len(word) == 1]
         self._words = [word for word in words if len(word) > 1]
         self._longest = max((len(word) - 1 for word in self._words), default=0)
         self._tail: list[int] = []
         self._thinking: ThinkingBudget | None = None
-        if params.thinking_token_budget is not None and reasoning[1]:
+        begins = all(token < vocab_size for token in reasoning[0])
+        if params.thinking_token_budget is not None and reasoning[1] and begins:
+            _ids("thinking_token_budget", reasoning[1], vocab_size)  # these are forced
             self._thinking = ThinkingBudget(
                 budget=params.thinking_token_budget,
                 start_token_ids=reasoning[0],
@@ -116,7 +122,8 @@ class RequestOptions:
                 prompt_token_ids=prompt,
             )
         self.min_tokens = params.min_tokens
-        self.stops = _ids("all_stop_token_ids", params.all_stop_token_ids, vocab_size)
+        stops = [token for token in params.all_stop_token_ids or () if token < vocab_size]
+        self.stops = _ids("all_stop_token_ids", stops, vocab_size)
         allowed = _ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
         self.allowed = _bits(allowed, vocab_size) if allowed.size else allowed
         bias = params.logit_bias or {}

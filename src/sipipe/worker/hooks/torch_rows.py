@@ -8,14 +8,18 @@ a seeded request draws no random numbers while its prompt is in chunks.
 Who runs here: the device thread.
 """
 
+import math
 from typing import Any
 
 import torch
+from torch.nn import functional
+from vllm.config.model import LogprobsMode
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.outputs import SamplerOutput as SampledTokens
 from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -30,6 +34,55 @@ _BLOCK = 16
 """Tokens of a cache block, of which the batch here keeps a table that nobody reads."""
 
 
+class RowsSampler(Sampler):
+    """vLLM's PyTorch sampler, in which each request gets the log-probabilities that it asks for.
+
+    vLLM's own gives those of named tokens (``logprob_token_ids``) to a whole batch in which one request
+    names any: the others get token 0 at -inf.
+    """
+
+    def __init__(self, logprobs_mode: LogprobsMode) -> None:
+        super().__init__(logprobs_mode)
+        self._most: int | None = None
+        """Most likely tokens that a request of this batch asks for at most; None: none asks for any."""
+
+    def forward(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
+    ) -> SampledTokens:
+        self._most = sampling_metadata.max_num_logprobs
+        return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    def gather_specific_token_logprobs(
+        self,
+        logprobs: torch.Tensor,
+        logprob_token_ids: dict[int, list[int]],
+        sampled: torch.Tensor,
+    ) -> LogprobsTensors | None:
+        """Log-probabilities [B, 1 + n] of named tokens, and of the most likely ones in the rows of
+        requests that name none. n is as many as any request asks for.
+
+        Args:
+            logprobs: [B, V].
+            logprob_token_ids: Named tokens by row.
+            sampled: [B], drawn tokens.
+        """
+        named = super().gather_specific_token_logprobs(logprobs, logprob_token_ids, sampled)
+        if named is None or self._most is None:
+            return named
+        likely = self.gather_logprobs(logprobs, self._most, sampled)
+        rows = torch.tensor(list(logprob_token_ids))
+        width = max(named.logprobs.shape[1], likely.logprobs.shape[1])
+        token_ids = _widened(likely.logprob_token_ids, width, 0)
+        values = _widened(likely.logprobs, width, -math.inf)
+        token_ids[rows] = _widened(named.logprob_token_ids, width, 0)[rows]
+        values[rows] = _widened(named.logprobs, width, -math.inf)[rows]
+        return LogprobsTensors(
+            logprob_token_ids=token_ids,
+            logprobs=values,
+            selected_token_ranks=likely.selected_token_ranks,
+        )
+
+
 class TorchRows(WholeBatch):
     """vLLM's PyTorch sampler on the last stage, in the place of the runner's ``sample``.
 
@@ -42,7 +95,7 @@ class TorchRows(WholeBatch):
     def __init__(self, runner: Any, *, slots: int, reports: bool, stall_timeout: float) -> None:
         super().__init__(reports=reports, stall_timeout=stall_timeout)
         self._runner = runner
-        self._sampler = Sampler(runner.model_config.logprobs_mode)
+        self._sampler = RowsSampler(runner.model_config.logprobs_mode)
         self._batches = [_batch(runner) for _ in range(slots)]
         self._states: dict[str, CachedRequestState] = {}
         self._inputs = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
@@ -63,8 +116,12 @@ class TorchRows(WholeBatch):
             self._leave(name)
         for new in output.scheduled_new_reqs:
             self._leave(new.req_id)
-            before = self._states.get(new.req_id)  # it was preempted
-            self._states[new.req_id] = _state(new, before.generator if before else None)
+            before = self._states.get(new.req_id)
+            generator = None
+            # It was preempted, and draws on. The next turn of a session has its own seed.
+            if before is not None and before.prompt_token_ids == new.prompt_token_ids:
+                generator = before.generator
+            self._states[new.req_id] = _state(new, generator)
         cached = output.scheduled_cached_reqs
         for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             del self._states[name].output_token_ids[count:]  # dropped: drawn again
@@ -180,6 +237,11 @@ def _state(new: NewRequestData, generator: torch.Generator | None) -> CachedRequ
     )
     state.output_token_ids.extend((new.prefill_token_ids or [])[state.num_prompt_tokens :])
     return state
+
+
+def _widened(values: torch.Tensor, width: int, filler: float) -> torch.Tensor:
+    """``values`` [B, n] with columns of ``filler`` up to ``width``."""
+    return functional.pad(values, (0, width - values.shape[1]), value=filler)
 
 
 def _of_all_requests(
