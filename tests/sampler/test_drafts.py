@@ -6,11 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sampler.support import int32, memory_kept, proposed
 
+from sipipe.best_effort import BestEffort
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.start_records import NGramSettings
+from sipipe.messages.step import Added, Step, int32_bytes
 from sipipe.sampler.drafts import NGrams
 from sipipe.sampler.kernels.ngrams import LOOKS
 from sipipe.sampler.kernels.rows import NOT_DRAWN
+from sipipe.sampler.main import Sampler
 from sipipe.sampler.state import SequenceColumns
 
 MOST, LONGEST, SHORTEST, VOCAB = 5, 4, 2, 60
@@ -130,6 +133,44 @@ def test_a_new_sequence_has_what_came_of_others():
             drafts.append(handles.tolist(), [token] * 10)
     drafts.join(1, int32([1, 2, 3] * 10), int32([]))
     assert offers(drafts, [50, 1, 2], worth=0.3) == [0, 0, 0]
+
+
+class Failing(NGrams):
+    """Proposes drafts, but lacks the memory for sequence 1; and fails at all with sequence 2."""
+
+    def join(self, handle, prompt, output):
+        if handle == 1:
+            raise MemoryError
+        super().join(handle, prompt, output)
+
+    def leave(self, handle):
+        if handle == 2:
+            raise ValueError("no such sequence")
+        super().leave(handle)
+
+
+def test_what_fails_in_a_drafter_costs_drafts_alone():
+    """Whatever it raises: no request of a sampler fails, and other sequences have their drafts."""
+    settings = NGramSettings(
+        num_speculative_tokens=MOST, prompt_lookup_max=LONGEST, prompt_lookup_min=SHORTEST
+    )
+    sampler = Sampler.__new__(Sampler)
+    sampler._index = 0  # noqa: SLF001
+    sampler._columns = SequenceColumns(VOCAB)  # noqa: SLF001
+    sampler._drafter = Failing(settings, VOCAB)  # noqa: SLF001
+    sampler._drafting = BestEffort("proposing drafts", bounded=False)  # noqa: SLF001
+    sampler._broken = {}  # noqa: SLF001
+    prompt = int32_bytes([1, 2, 3] * 4)
+    added = [Added(handle, 0, SequenceParams(seed=1), prompt) for handle in (0, 1, 2)]
+    sampler._apply(Step(0, added=added))  # noqa: SLF001
+    assert not sampler._broken  # noqa: SLF001
+    appended, tokens = int32_bytes([0, 1, 2]), int32_bytes([1, 1, 1])
+    sampler._apply(Step(1, appended=appended, tokens=tokens))  # noqa: SLF001
+    drafts = proposed(sampler._drafter, [0, 1, 2], [2, 2, 2])  # noqa: SLF001
+    assert drafts == {0: [3, 1, 2, 3, 1], 2: [3, 1, 2, 3, 1]}
+    sampler._apply(Step(2, removed=int32_bytes([1, 2])))  # noqa: SLF001
+    assert 0 in sampler._columns  # noqa: SLF001
+    assert 2 not in sampler._columns  # noqa: SLF001
 
 
 PARAMETERS = {

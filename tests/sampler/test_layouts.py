@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from tests.sampler.support import bfloat16, from_bfloat16
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams
+from sipipe.sampler.layout import writeable
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampling import sample
 
@@ -62,6 +66,24 @@ def test_widths_agree(dtype: str) -> None:
 def test_rows_in_another_order_than_in_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="rows in the order of memory"):
         joined().sample(range(B), np.zeros((B, V), np.float32)[::-1])
+
+
+def test_rows_that_begin_within_an_element_are_refused() -> None:
+    """A field of records may lie so: its rows would be read from the element before."""
+    records = np.zeros(B, [("logits", np.float16, V), ("more", np.uint8)])
+    with pytest.raises(ValueError, match="whole elements apart"):
+        joined().sample(range(B), records["logits"])
+
+
+def test_memory_that_may_only_be_read_stays_while_it_is_read() -> None:
+    array = np.arange(5, dtype=np.int32)
+    array.flags.writeable = False
+    owner = weakref.ref(array)
+    view = writeable(array)
+    del array
+    gc.collect()
+    assert owner() is not None
+    assert view.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_nobody_to_draw_for() -> None:

@@ -84,7 +84,8 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(f"top_k must be 0 or -1 (off) or an integer >= 1, got {self.top_k}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
-        for name in ("top_k", "seed", "min_tokens", "thinking_token_budget"):  # msgpack has no others
+        # msgpack has no others.
+        for name in ("top_k", "seed", "min_tokens", "thinking_token_budget"):
             if not -(2**63) <= (getattr(self, name) or 0) < 2**64:
                 raise ValueError(f"{name} must fit into 64 bits, got {getattr(self, name)}")
         if self.logprobs is not None and self.logprobs < -1:

@@ -109,7 +109,7 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     errors: list[tuple[int, str]] = msgspec.field(default_factory=list)
     """Row and reason, for rows that have no distribution, such as all NaN."""
     drafts: list[tuple[int, bytes]] = msgspec.field(default_factory=list)
-    """Last row of a request, and tokens (int32) that may come behind the token of that row."""
+    """First row of a request, and tokens (int32) that may come behind the last one drawn for it."""
 
 
 decode_step = msgspec.msgpack.Decoder(Step).decode

@@ -5,6 +5,8 @@ pass, if it drew the draft. How likely proposed tokens are is learnt from what c
 
 Who runs here: the sampler's thread. The index is written as tokens are accepted, while logits are
 computed; :meth:`NGrams.propose` runs behind a draw.
+Relied on by the sampler: whatever raises here costs drafts alone, and a sequence that could not join
+has none.
 """
 
 from collections.abc import Sequence
@@ -92,21 +94,23 @@ class NGrams(NoDrafts):
     def join(self, handle: int, prompt: Tokens, output: Tokens) -> None:
         if not self._free:
             self._more_entries()
-        entry = self._index[handle] = self._free.pop()
+        entry = self._free.pop()
         tokens = np.concatenate((prompt, output))
         self._all.count[entry] = 0
         self._all.tried[entry] = WEIGHT
         self._all.right[entry] = WEIGHT * self._all.right[0] / self._all.tried[0]
         self._take(entry, tokens)
+        self._index[handle] = entry  # only now: it may lack the memory for a part
 
     def leave(self, handle: int) -> None:
         if (entry := self._index.pop(handle, None)) is not None:
-            self._give_back(entry)
+            self._give_back(int(self._all.start[entry]), int(self._all.room[entry]))
             self._free.append(entry)
 
     def append(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        entries = np.array([self._index[handle] for handle in handles], np.int64)
-        added = np.array(tokens, np.int32)
+        pairs = [pair for pair in zip(handles, tokens, strict=True) if pair[0] in self._index]
+        entries = np.array([self._index[handle] for handle, _ in pairs], np.int64)
+        added = np.array([token for _, token in pairs], np.int32)
         done = 0
         # bound: each turn does one entry at least
         while (
@@ -114,15 +118,19 @@ class NGrams(NoDrafts):
         ) < entries.size:
             entry = int(entries[done])
             start = int(self._all.start[entry])
+            room = int(self._all.room[entry])
             size = int(self._all.size[entry])
-            history = self._all.tokens[start : start + size].copy()
-            self._give_back(entry)
-            self._take(entry, history)
+            self._take(entry, self._all.tokens[start : start + size].copy())
+            self._give_back(start, room)
 
     def propose(
         self, handles: Tokens, rows: Tokens, drawn: Tokens, worth: float
     ) -> list[tuple[int, bytes]]:
-        if worth >= 1.0 or not handles.size:
+        if worth >= 1.0:
+            return []
+        known = np.array([handle in self._index for handle in handles.tolist()], bool)
+        handles, rows, drawn = handles[known], rows[known], drawn[known]
+        if not handles.size:
             return []
         entries = np.array([self._index[handle] for handle in handles.tolist()], np.int64)
         counts = np.empty(entries.size, np.int64)
@@ -153,10 +161,8 @@ class NGrams(NoDrafts):
         histories.heads[start : start + room] = 0
         index_all(histories, entry, self._shortest)
 
-    def _give_back(self, entry: int) -> None:
-        self._free_parts.setdefault(int(self._all.room[entry]), []).append(
-            int(self._all.start[entry])
-        )
+    def _give_back(self, start: int, room: int) -> None:
+        self._free_parts.setdefault(room, []).append(start)
 
     def _more_entries(self) -> None:
         before = self._all.start.size
@@ -217,7 +223,9 @@ class Suffixes(NoDrafts):
     def append(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
         for handle, pairs in groupby(zip(handles, tokens, strict=True), lambda pair: pair[0]):
             added = [token for _, token in pairs]
-            sequence = self._all[handle]
+            sequence = self._all.get(handle)
+            if sequence is None:
+                continue
             self._trees.add_active_response(handle, added)
             sequence.end = (sequence.end + added)[-self._depth :]
 
@@ -225,12 +233,13 @@ class Suffixes(NoDrafts):
         self, handles: Tokens, rows: Tokens, drawn: Tokens, worth: float
     ) -> list[tuple[int, bytes]]:
         drafts_by_row: list[tuple[int, bytes]] = []
-        if worth >= 1.0:
-            for handle in handles.tolist():
-                self._all[handle].proposed = []
-            return drafts_by_row
         for handle, places in groupby(range(len(handles)), handles.tolist().__getitem__):
-            sequence = self._all[handle]
+            sequence = self._all.get(handle)
+            if sequence is None:
+                continue
+            if worth >= 1.0:
+                sequence.proposed = []
+                continue
             mine = list(places)
             came = [int(drawn[i]) for i in mine if drawn[i] >= 0]
             for proposed, token in zip(sequence.proposed, came, strict=False):

@@ -26,6 +26,8 @@ def read_rows(
         raise ValueError("logits must be contiguous in their last dimension")
     if stored.strides[0] < 0:
         raise ValueError("logits must have their rows in the order of memory")
+    if batch > 1 and stored.strides[0] % stored.itemsize:
+        raise ValueError("logits must have their rows whole elements apart")
     return _flat(stored), rows * (stored.strides[0] // stored.itemsize)
 
 
@@ -53,9 +55,10 @@ def _flat(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same memory without the read-only mark: kernels are compiled for one array type only, and
-    write to nothing that they got this way."""
+    write to nothing that they got this way. It lives as long as the result does."""
     if array.flags.writeable:
         return array
-    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    memory.owner = array
     view: npt.NDArray[Any] = np.frombuffer(memoryview(memory), array.dtype).reshape(array.shape)
     return view

@@ -153,7 +153,7 @@ class Sampler:
         columns = self._columns
         for handle in int32_view(step.removed).tolist():
             columns.discard(handle)
-            self._drafter.leave(handle)
+            self._drafting(None, self._drafter.leave, handle)
             self._broken.pop(handle, None)
         for added in step.added:
             if added.sampler == self._index:
@@ -169,7 +169,7 @@ class Sampler:
             handles = [handle for handle, _ in mine]
             tokens = [token for _, token in mine]
             columns.append(handles, tokens)
-            self._drafter.append(handles, tokens)
+            self._drafting(None, self._drafter.append, handles, tokens)
 
     def _add(self, added: Added) -> None:
         try:
@@ -178,9 +178,10 @@ class Sampler:
             prompt = int32_view(added.prompt)
             outputs = int32_view(added.outputs)
             self._columns.join(added.handle, added.params, prompt, outputs)
-            self._drafter.join(added.handle, prompt, outputs)
         except ValueError as error:
             self._broken[added.handle] = str(error)
+            return
+        self._drafting(None, self._drafter.join, added.handle, prompt, outputs)
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
         """Draw this sampler's rows of an iteration and send its answer.

@@ -59,8 +59,10 @@ def test_the_reason_names_the_parameter():
     assert not reason(SamplingParams())
 
 
-@given(st.floats(0, 1, exclude_min=True))
-def test_a_logit_can_be_divided_by_a_penalty_that_is_served(penalty):
+@given(st.floats(0, 1, exclude_min=True) | st.floats(1, allow_infinity=False))
+def test_logits_stay_numbers_under_a_penalty_that_is_served(penalty):
+    """vLLM divides those above 0 and multiplies the others: infinity times 0 is no number."""
     if not reason(SamplingParams(repetition_penalty=penalty)):
         with np.errstate(over="raise"):
             assert np.isfinite(np.float32(1e4) / np.float32(penalty))
+            assert np.isfinite(np.float32(1e4) * np.float32(penalty))

@@ -252,6 +252,18 @@ def test_requests_without_a_token_are_errors_of_their_own():
     assert iteration.outcome.errors == {"a": "bad", "c": "NaN"}
 
 
+def test_a_row_behind_drafts_fails_no_request_that_has_a_token():
+    """The token may end it; a single step would not have come to that row."""
+    work = Work(request_ids=["a", "b"], sampled=["a", "a", "b", "b"], samplers=(0,))
+    iteration = begin(Iterations(3, 9), work)
+    errors = [(1, "NaN"), (2, "NaN")]
+    iteration.answers.tokens = [
+        Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, -1, -1]), errors=errors)
+    ]
+    assert build_output(iteration).sampled_token_ids == [[5], []]
+    assert iteration.outcome.errors == {"b": "NaN"}
+
+
 class Watched:
     """A stall watch of 100 s over two workers that answer when the test says so."""
 

@@ -127,3 +127,13 @@ def test_a_turn_of_a_session_has_its_own_seed():
     resumed = tokens(stage, [1], 5)
     assert resumed != tokens(Stage(), [1], 5)
     assert tokens(stage, [1, 2], 6) == tokens(Stage(), [1, 2], 6)
+
+
+def test_an_end_that_the_model_has_not_is_not_masked():
+    """A tokenizer may have it. vLLM looks for its logit, and ends with an IndexError."""
+    params = SamplingParams(temperature=0, min_tokens=1)
+    params.update_from_generation_config({"eos_token_id": [VOCAB, VOCAB + 7]}, VOCAB + 9)
+    stage = Stage()
+    drawn = stage.draw({"a": ([1], params)}, "a")
+    assert int(drawn.sampled_token_ids) == int(stage.logits[0].argmax())
+    assert params.all_stop_token_ids == {VOCAB, VOCAB + 7, VOCAB + 9}

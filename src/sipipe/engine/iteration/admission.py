@@ -22,6 +22,8 @@ pickle, whose writer ends with a RecursionError short of 1,000, and with it the 
 
 LEAST_REPETITION = 1e-30
 """Repetition penalty by which a logit can be divided and still be a float32."""
+MOST_REPETITION = 1e30
+"""Repetition penalty by which a logit can be multiplied and still be a float32."""
 
 
 def refusal(request: Request, known: Request | None, vllm_config: VllmConfig) -> str:
@@ -116,6 +118,11 @@ def _refusal_of_parameters(request: Request) -> str:
         return (
             f"repetition_penalty {params.repetition_penalty:g} is too small: logits divided by it are "
             "infinite"
+        )
+    if params.repetition_penalty > MOST_REPETITION:
+        return (
+            f"repetition_penalty {params.repetition_penalty:g} is too large: logits multiplied by it "
+            "are infinite"
         )
     structured = params.structured_outputs
     schema = structured.json if structured is not None else None

@@ -195,6 +195,9 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
 
+    # A row behind drafts may have no token where a single step would not have come to it: the tokens
+    # before may end the request. If they do not, its next turn draws that row again, and fails.
+    outcome.errors = {of: why for of, why in outcome.errors.items() if not tokens[index[of]]}
     outcome.errors |= _unanswered(work, index, tokens, outcome.errors)
 
     def of_good(scores: Any) -> dict[str, Any]:

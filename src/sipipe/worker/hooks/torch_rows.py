@@ -8,6 +8,7 @@ a seeded request draws no random numbers while its prompt is in chunks.
 Who runs here: the device thread.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -95,6 +96,7 @@ class TorchRows(WholeBatch):
     def __init__(self, runner: Any, *, slots: int, reports: bool, stall_timeout: float) -> None:
         super().__init__(reports=reports, stall_timeout=stall_timeout)
         self._runner = runner
+        self._vocab_size: int = runner.model_config.get_vocab_size()
         self._sampler = RowsSampler(runner.model_config.logprobs_mode)
         self._batches = [_batch(runner) for _ in range(slots)]
         self._states: dict[str, CachedRequestState] = {}
@@ -121,7 +123,7 @@ class TorchRows(WholeBatch):
             # It was preempted, and draws on. The next turn of a session has its own seed.
             if before is not None and before.prompt_token_ids == new.prompt_token_ids:
                 generator = before.generator
-            self._states[new.req_id] = _state(new, generator)
+            self._states[new.req_id] = _state(new, generator, self._vocab_size)
         cached = output.scheduled_cached_reqs
         for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             del self._states[name].output_token_ids[count:]  # dropped: drawn again
@@ -217,10 +219,16 @@ def _batch(runner: Any) -> InputBatch:
     )
 
 
-def _state(new: NewRequestData, generator: torch.Generator | None) -> CachedRequestState:
+def _state(
+    new: NewRequestData, generator: torch.Generator | None, vocab_size: int
+) -> CachedRequestState:
     """vLLM's record of a request; ``generator``: the one that it had before it was preempted."""
-    params = new.sampling_params
+    params = copy.copy(new.sampling_params)
     assert params is not None, "a pooling model has no such stage"
+    # A tokenizer's end may be no token of the model's; vLLM would mask it, for min_tokens, where
+    # there is no logit.
+    stops = params.all_stop_token_ids
+    params._all_stop_token_ids = {token for token in stops if token < vocab_size}
     if generator is None and params.seed is not None:
         generator = torch.Generator().manual_seed(params.seed)
     state = CachedRequestState(
