@@ -87,7 +87,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_finishe
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_transfer_results(self, finished_req_ids)
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_block_ids_with_load_errors(self)
 vllm.v1.worker.gpu_input_batch:InputBatch.add_request(self, request)
-vllm.v1.sample.sampler:Sampler.__init__(self, logprobs_mode)
+vllm.v1.sample.sampler:Sampler.__init__(self, logprobs_mode, use_fp64_gumbel)
 vllm.v1.sample.sampler:Sampler.forward(self, logits, sampling_metadata)
 vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs(self, logprobs, logprob_token_ids, sampled)
 vllm.v1.sample.sampler:Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
@@ -339,6 +339,7 @@ vllm.config:ModelConfig: model dtype seed runner_type logits_processors is_multi
 vllm.v1.engine:EngineCoreOutput: request_id new_token_ids new_logprobs finish_reason
 vllm.v1.outputs:LogprobsLists: logprob_token_ids logprobs
 vllm.sampling_params:SamplingParams: temperature top_k top_p min_p seed logprobs prompt_logprobs
+    all_stop_token_ids _all_stop_token_ids
     prompt_logprob_token_ids logit_bias bad_words allowed_token_ids min_tokens repetition_penalty
     presence_penalty frequency_penalty structured_outputs
 """)

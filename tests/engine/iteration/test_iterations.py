@@ -262,6 +262,13 @@ def test_a_row_behind_drafts_fails_no_request_that_has_a_token():
     ]
     assert build_output(iteration).sampled_token_ids == [[5], []]
     assert iteration.outcome.errors == {"b": "NaN"}
+    iteration.outcome.errors.clear()
+    iteration.answers.tokens = [
+        Sampled(0, int32_bytes([0, 2]), int32_bytes([5, 6]), errors=errors[:1])
+    ]
+    assert build_output(iteration).sampled_token_ids == [[5], [6]]
+    assert not iteration.outcome.errors
+    assert iteration.outcome.tainted, "blocks with NaN are zeroed all the same"
 
 
 class Watched:

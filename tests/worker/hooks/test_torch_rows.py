@@ -23,10 +23,11 @@ VOCAB = 50
 class Stage:
     """A last stage whose model answers each request with the same logits in each iteration."""
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(self, logprobs_mode: str = "raw_logprobs", *, fp64: bool = False) -> None:
         scheduler = SimpleNamespace(max_num_seqs=8)
         model_config = SimpleNamespace(
             logprobs_mode=logprobs_mode,
+            use_fp64_gumbel=fp64,
             logits_processors=None,
             runner_type="generate",
             get_vocab_size=lambda: VOCAB,
@@ -112,16 +113,21 @@ def test_a_request_that_names_tokens_leaves_the_others_their_logprobs(mode, name
         assert together.selected_token_ranks[row] == alone.selected_token_ranks[0]
 
 
+def tokens(stage: Stage, prompt: list[int], seed: int) -> list[int]:
+    """Twelve tokens of a request, all of the vocabulary as likely."""
+    stage.logits = torch.zeros(8, VOCAB)
+    first = stage.draw({"a": (prompt, SamplingParams(seed=seed))}, "a")
+    more = [stage.draw({}, "a") for _ in range(11)]
+    return [int(drawn.sampled_token_ids) for drawn in (first, *more)]
+
+
+def test_noise_of_64_bits_is_drawn_where_it_is_asked_for():
+    """By ``--use-fp64-gumbel``: vLLM draws other numbers from the same seed then."""
+    assert tokens(Stage(fp64=True), [1], 5) != tokens(Stage(), [1], 5)
+
+
 def test_a_turn_of_a_session_has_its_own_seed():
     """And a request that was preempted draws on with the numbers that follow."""
-    flat = torch.zeros(8, VOCAB)
-
-    def tokens(stage: Stage, prompt: list[int], seed: int | None) -> list[int]:
-        stage.logits = flat
-        first = stage.draw({"a": (prompt, SamplingParams(seed=seed))}, "a")
-        more = [stage.draw({}, "a") for _ in range(11)]
-        return [int(drawn.sampled_token_ids) for drawn in (first, *more)]
-
     stage = Stage()
     assert tokens(stage, [1], 5) == tokens(Stage(), [1], 5)
     resumed = tokens(stage, [1], 5)

@@ -113,6 +113,8 @@ class Outcome:
 
     errors: dict[str, str] = field(default_factory=dict)
     """Reason of each request that fails with this iteration."""
+    tainted: bool = False
+    """True where logits of some row had no distribution: there may be NaN in the KV cache."""
     drafts: dict[str, list[int]] = field(default_factory=dict)
     """Drafts that samplers propose to come behind a request's tokens."""
 

@@ -123,6 +123,7 @@ class ObservedScheduler(SessionScheduler):
             for request_id, reason in failing.items():
                 logger.error("request %s fails: %s", request_id, reason)
             self.grammar_compile_error_reqs.update(_failed(failing))  # type: ignore[attr-defined]
+        if errors or (iteration is not None and iteration.outcome.tainted):
             self._clear_blocks()
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
@@ -211,7 +212,7 @@ class ObservedScheduler(SessionScheduler):
 
     def _clear_blocks(self) -> None:
         """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in
-        those of a request that failed, and 0, by which vLLM's attention on CPUs multiplies what is
+        those of a request that failed, or of a draft, and 0, by which vLLM's attention on CPUs multiplies what is
         masked, leaves NaN. Only after a failure: it costs the memory's bandwidth."""
         if current_platform.is_cpu():
             self.needs_kv_cache_zeroing = True

@@ -197,6 +197,7 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
 
     # A row behind drafts may have no token where a single step would not have come to it: the tokens
     # before may end the request. If they do not, its next turn draws that row again, and fails.
+    outcome.tainted = bool(outcome.errors)
     outcome.errors = {of: why for of, why in outcome.errors.items() if not tokens[index[of]]}
     outcome.errors |= _unanswered(work, index, tokens, outcome.errors)
 

@@ -42,8 +42,8 @@ class RowsSampler(Sampler):
     names any: the others get token 0 at -inf.
     """
 
-    def __init__(self, logprobs_mode: LogprobsMode) -> None:
-        super().__init__(logprobs_mode)
+    def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool) -> None:
+        super().__init__(logprobs_mode, use_fp64_gumbel)
         self._most: int | None = None
         """Most likely tokens that a request of this batch asks for at most; None: none asks for any."""
 
@@ -96,8 +96,9 @@ class TorchRows(WholeBatch):
     def __init__(self, runner: Any, *, slots: int, reports: bool, stall_timeout: float) -> None:
         super().__init__(reports=reports, stall_timeout=stall_timeout)
         self._runner = runner
-        self._vocab_size: int = runner.model_config.get_vocab_size()
-        self._sampler = RowsSampler(runner.model_config.logprobs_mode)
+        model = runner.model_config
+        self._vocab_size: int = model.get_vocab_size()
+        self._sampler = RowsSampler(model.logprobs_mode, model.use_fp64_gumbel)
         self._batches = [_batch(runner) for _ in range(slots)]
         self._states: dict[str, CachedRequestState] = {}
         self._inputs = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
