@@ -324,7 +324,10 @@ vllm.config:SchedulerConfig: prefill_schedule_interval
 vllm.config:SpeculativeConfig: method num_speculative_tokens prompt_lookup_max prompt_lookup_min
     suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
     suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method
-vllm.envs: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES
+vllm.v1.worker.gpu.sample.logit_bias: MAX_NUM_ALLOWED_TOKEN_IDS MAX_NUM_LOGIT_BIAS_TOKENS
+    MAX_NUM_STOP_TOKEN_IDS
+vllm.envs: VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES
     VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT
     VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK VLLM_FORCE_AOT_LOAD
     VLLM_USE_AOT_COMPILE VLLM_DISABLE_COMPILE_CACHE

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sipipe.engine.iteration.admission import MOST_NESTED, is_nested, refusal
+from sipipe.engine.iteration.admission import (
+    MOST_NESTED,
+    is_nested,
+    refusal,
+    refusal_of_sampler,
+)
 
 
 def nested(depth, kinds):
@@ -66,3 +71,55 @@ def test_logits_stay_numbers_under_a_penalty_that_is_served(penalty):
         with np.errstate(over="raise"):
             assert np.isfinite(np.float32(1e4) / np.float32(penalty))
             assert np.isfinite(np.float32(1e4) * np.float32(penalty))
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """The tables of parameters of vLLM's second sampler, for one request."""
+    torch = pytest.importorskip("torch")
+    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    of_requests = SimpleNamespace(
+        max_num_reqs=1,
+        device=torch.device("cpu"),
+        prompt_len=SimpleNamespace(np=np.ones(1, np.int32)),
+    )
+    kinds = (LogitBiasState, BadWordsState)
+    return [SamplingStates(1, 5000), *(kind(None, of_requests) for kind in kinds)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.5, "top_k": 10**6},
+        {"allowed_token_ids": list(range(1024))},
+        {"allowed_token_ids": list(range(1025))},
+        {"logit_bias": dict.fromkeys(range(1024), 1.0)},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"stop_token_ids": list(range(128)), "min_tokens": 1},
+        {"stop_token_ids": list(range(129)), "min_tokens": 1},
+        {"stop_token_ids": list(range(129))},
+        {"bad": [[1]] * 128},
+        {"bad": [[1]] * 100_000},
+        {"bad": [list(range(2000))] * 3},
+        {"seed": 2**63 - 1},
+        {"seed": 2**63},
+        {"seed": -(2**63)},
+        {"seed": -(2**63) - 1},
+    ],
+)
+def test_what_a_table_of_vllms_sampler_has_no_room_for_is_refused(tables, given):
+    """As the table says itself: in a worker, which it ends."""
+    params = SamplingParams(**{name: value for name, value in given.items() if name != "bad"})
+    if "bad" in given:
+        params._bad_words_token_ids = given["bad"]  # noqa: SLF001
+    said = refusal_of_sampler(SimpleNamespace(sampling_params=params))
+    try:
+        for table in tables:
+            table.add_request(0, params)
+    except (ValueError, OverflowError):
+        assert said
+    else:
+        assert not said

@@ -8,8 +8,10 @@ its client is told why in one line.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
@@ -133,6 +135,39 @@ def _refusal_of_parameters(request: Request) -> str:
     else:
         return ""
     return f"its parameters ({named}) are nested more than {MOST_NESTED} levels deep"
+
+
+def refusal_of_sampler(request: Request) -> str:
+    """Why the sampler of vLLM's second runner cannot draw for ``request``; empty where it can.
+
+    Its tables of parameters have a fixed size, and a request with more ends the worker. SiPipe's samplers
+    have no such bounds, nor has vLLM's PyTorch sampler.
+    """
+    params = request.sampling_params
+    if params is None:
+        return ""
+    # Its kernels are imported only where they are used.
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    stops = params.all_stop_token_ids if params.min_tokens else ()
+    bad_words = params.bad_words_token_ids or ()
+    bounds = (
+        ("allowed_token_ids", params.allowed_token_ids or (), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", params.logit_bias or (), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("min_tokens: stop tokens", stops, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words", bad_words, envs.VLLM_MAX_NUM_BAD_WORDS),
+        (
+            "bad_words: tokens",
+            tuple(chain.from_iterable(bad_words)),
+            envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+        ),
+    )
+    for name, values, most in bounds:
+        if len(values) > most:
+            return f"{name}: {len(values)} are more than the {most} that vLLM's sampler takes here"
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        return f"seed {params.seed} does not fit into 64 bits with a sign"
+    return ""
 
 
 def is_nested(value: Any, most: int = MOST_NESTED) -> bool:

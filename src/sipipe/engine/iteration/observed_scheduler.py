@@ -16,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from sipipe.best_effort import BestEffort
+from sipipe.engine.iteration.admission import refusal_of_sampler
 from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
@@ -32,6 +33,7 @@ from sipipe.engine.scheduling.compilations import (
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.scheduling.speculation import speculation
+from sipipe.engine.setup.compatibility import device_may_draw
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
@@ -83,6 +85,12 @@ class ObservedScheduler(SessionScheduler):
         super().add_request(request)
         if request.request_id in self.requests:  # it was not refused
             self.tracker.arrived(request.request_id)
+
+    def _refusal(self, request: Request, known: Request | None) -> str:
+        reason = super()._refusal(request, known)
+        if not reason and self.tracker.draws == "off" and device_may_draw():
+            reason = refusal_of_sampler(request)
+        return reason
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()

@@ -60,7 +60,7 @@ class SessionScheduler(SessionMemory):
         if is_duplicate(request, known):
             self._refuse_duplicate(request, known)
             return
-        if reason := refusal(request, known, self.vllm_config):
+        if reason := self._refusal(request, known):
             self._refuse(request, reason)
             return
         if known is None:
@@ -74,6 +74,10 @@ class SessionScheduler(SessionMemory):
             self._overlong.append(known)
             return
         super().add_request(request)
+
+    def _refusal(self, request: Request, known: Request | None) -> str:
+        """Why ``request`` cannot be served; empty where it can."""
+        return refusal(request, known, self.vllm_config)
 
     def get_num_unfinished_requests(self) -> int:
         """Count what waits for an answer too: an engine that is idle otherwise gives it now."""
