@@ -343,7 +343,7 @@ vllm.v1.engine:EngineCoreOutput: request_id new_token_ids new_logprobs finish_re
 vllm.v1.outputs:LogprobsLists: logprob_token_ids logprobs
 vllm.sampling_params:SamplingParams: temperature top_k top_p min_p seed logprobs prompt_logprobs
     all_stop_token_ids _all_stop_token_ids
-    prompt_logprob_token_ids logit_bias bad_words allowed_token_ids min_tokens repetition_penalty
+    prompt_logprob_token_ids prompt_logprob_start logit_bias bad_words allowed_token_ids min_tokens repetition_penalty
     presence_penalty frequency_penalty structured_outputs
 """)
 

@@ -64,6 +64,16 @@ def test_the_reason_names_the_parameter():
     assert not reason(SamplingParams())
 
 
+@pytest.mark.parametrize(
+    ("rows", "start"), [(1, None), (2, None), (3, None), (1, 1), (2, 1), (0, 9)]
+)
+def test_a_prompt_is_scored_by_as_many_rows_as_it_has_tokens_to_score(rows, start):
+    """The prompt has 3 tokens, of which the first is not scored. A worker would end at another number."""
+    ids = np.zeros((rows, 2), np.int32)
+    params = SamplingParams(prompt_logprob_token_ids=ids, prompt_logprob_start=start)
+    assert (reason(params) == "") == (rows == max(2 - (start or 0), 0))
+
+
 @given(st.floats(0, 1, exclude_min=True) | st.floats(1, allow_infinity=False))
 def test_logits_stay_numbers_under_a_penalty_that_is_served(penalty):
     """vLLM divides those above 0 and multiplies the others: infinity times 0 is no number."""

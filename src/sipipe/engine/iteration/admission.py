@@ -98,6 +98,18 @@ def _refusal_of_prompt(request: Request, vllm_config: VllmConfig) -> str:
             f"the prompt has {length} tokens, and --max-model-len {model.max_model_len} has room for "
             f"{room}: shorten it, or raise --max-model-len"
         )
+    return _refusal_of_scores(request)
+
+
+def _refusal_of_scores(request: Request) -> str:
+    """Why the prompt cannot be scored. vLLM looks at requests that it has made itself."""
+    params = request.sampling_params
+    if params is None or params.prompt_logprob_token_ids is None:
+        return ""
+    rows = len(params.prompt_logprob_token_ids)
+    scored = max(request.num_prompt_tokens - 1 - (params.prompt_logprob_start or 0), 0)
+    if rows != scored:
+        return f"prompt_logprob_token_ids has {rows} rows, and {scored} tokens of the prompt are scored"
     return ""
 
 
