@@ -74,6 +74,18 @@ def test_a_prompt_is_scored_by_as_many_rows_as_it_has_tokens_to_score(rows, star
     assert (reason(params) == "") == (rows == max(2 - (start or 0), 0))
 
 
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 2**64 - 1, -(2**63)])
+def test_a_seed_has_64_bits(seed):
+    """With or without a sign, as torch's generators take them."""
+    torch = pytest.importorskip("torch")
+    try:
+        torch.Generator().manual_seed(seed)
+    except RuntimeError:
+        assert reason(SamplingParams(seed=seed)) == f"seed {seed} does not fit into 64 bits"
+    else:
+        assert not reason(SamplingParams(seed=seed))
+
+
 @given(st.floats(0, 1, exclude_min=True) | st.floats(1, allow_infinity=False))
 def test_logits_stay_numbers_under_a_penalty_that_is_served(penalty):
     """vLLM divides those above 0 and multiplies the others: infinity times 0 is no number."""

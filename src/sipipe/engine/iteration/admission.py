@@ -138,6 +138,8 @@ def _refusal_of_parameters(request: Request) -> str:
             f"repetition_penalty {params.repetition_penalty:g} is too large: logits multiplied by it "
             "are infinite"
         )
+    if params.seed is not None and not -(2**63) <= params.seed < 2**64:
+        return f"seed {params.seed} does not fit into 64 bits"
     structured = params.structured_outputs
     schema = structured.json if structured is not None else None
     if is_nested(params.extra_args):
