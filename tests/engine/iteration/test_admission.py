@@ -80,7 +80,7 @@ def test_a_seed_has_64_bits(seed):
     torch = pytest.importorskip("torch")
     try:
         torch.Generator().manual_seed(seed)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         assert reason(SamplingParams(seed=seed)) == f"seed {seed} does not fit into 64 bits"
     else:
         assert not reason(SamplingParams(seed=seed))
@@ -99,6 +99,7 @@ def test_logits_stay_numbers_under_a_penalty_that_is_served(penalty):
 def tables():
     """The tables of parameters of vLLM's second sampler, for one request."""
     torch = pytest.importorskip("torch")
+    from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
     from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
     from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -109,7 +110,9 @@ def tables():
         prompt_len=SimpleNamespace(np=np.ones(1, np.int32)),
     )
     kinds = (LogitBiasState, BadWordsState)
-    return [SamplingStates(1, 5000), *(kind(None, of_requests) for kind in kinds)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(buffer_utils, "is_uva_available", lambda: False)
+        return [SamplingStates(1, 5000), *(kind(None, of_requests) for kind in kinds)]
 
 
 @pytest.mark.parametrize(
