@@ -126,13 +126,14 @@ class NGrams(NoDrafts):
     def propose(
         self, handles: Tokens, rows: Tokens, drawn: Tokens, worth: float
     ) -> list[tuple[int, bytes]]:
-        if worth >= 1.0:
+        if worth >= 1.0 or not handles.size:
             return []
-        known = np.array([handle in self._index for handle in handles.tolist()], bool)
-        handles, rows, drawn = handles[known], rows[known], drawn[known]
-        if not handles.size:
-            return []
-        entries = np.array([self._index[handle] for handle in handles.tolist()], np.int64)
+        entries = np.array([self._index.get(handle, -1) for handle in handles.tolist()], np.int64)
+        joined = entries >= 0
+        if not joined.all():
+            entries = entries[joined]
+            rows = rows[joined]
+            drawn = drawn[joined]
         counts = np.empty(entries.size, np.int64)
         lengths = self._shortest, self._longest
         propose_all(self._all, entries, drawn, *lengths, self._vocabulary, worth, counts)
