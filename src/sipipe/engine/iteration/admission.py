@@ -165,7 +165,7 @@ def refusal_of_sampler(request: Request) -> str:
 
     stops = params.all_stop_token_ids if params.min_tokens else ()
     bad_words = params.bad_words_token_ids or ()
-    bounds = (
+    bounds: tuple[tuple[str, Any, int], ...] = (
         ("allowed_token_ids", params.allowed_token_ids or (), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
         ("logit_bias", params.logit_bias or (), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
         ("min_tokens: stop tokens", stops, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
