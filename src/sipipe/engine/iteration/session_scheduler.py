@@ -98,11 +98,17 @@ class SessionScheduler(SessionMemory):
         stopped = self._stopped_preempted
         self._stopped_preempted = []
         for session in stopped:
-            if not session.is_finished():
+            # vLLM 0.33 has put it back by itself; twice in the queues it would run twice.
+            if not session.is_finished() and not self._is_queued(session):
                 self._enqueue_waiting_request(session)  # type: ignore[attr-defined]
         self._answer_overlong(result)
         self._answer_unserved(result)
         return result
+
+    def _is_queued(self, request: Request) -> bool:
+        """Say if a request is in one of the queues of those that wait."""
+        queues = (self.waiting, self.kv_holding_waiting)  # type: ignore[attr-defined]
+        return any(waiting is request for queue in queues for waiting in queue)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         """Leave turns out that do not fit, before vLLM takes the next one."""
