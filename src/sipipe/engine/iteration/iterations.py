@@ -201,6 +201,15 @@ class Iterations:
                 if request_id in iteration.output.num_scheduled_tokens
             ]
 
+    def requests(self) -> set[str]:
+        """Requests in scheduling outputs whose results have not been taken in."""
+        with self._lock:
+            return {
+                request_id
+                for iteration in self._scheduled.values()
+                for request_id in iteration.output.num_scheduled_tokens
+            }
+
     def finish(self, output: SchedulerOutput) -> Iteration | None:
         """The scheduler takes the result of ``output`` in: the record goes."""
         with self._lock:

@@ -2,8 +2,9 @@
 phases for the trace, the failure of single requests, their order of arrival; for its own also the
 stage times by which it decides how many microbatches to form."""
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -179,24 +180,48 @@ class ObservedScheduler(SessionScheduler):
         """vLLM's answer to blocks that were not loaded: requests whose output is left out.
 
         A running request that is to be computed anew begins anew, as after a preemption. vLLM would
-        go on with it in place; its token of this iteration is drawn and known to the samplers, and
-        its blocks stay in the prefix cache as if they were right.
+        go on with it in place; its token of this iteration is drawn and known to the samplers.
         """
         if self._kv_loads is not None:
             self._kv_loads.fail(invalid_block_ids, set())
+        self._evict_behind(invalid_block_ids, num_scheduled_tokens)
         failed: set[str] = super()._handle_invalid_blocks(  # type: ignore[misc]
             invalid_block_ids, num_scheduled_tokens
         )
         if not self.recompute_kv_load_failures:  # type: ignore[attr-defined]
             return failed
         for request in [one for one in reversed(self.running) if one.request_id in failed]:
-            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)  # type: ignore[attr-defined]
-            first = request.num_computed_tokens // self.block_size  # type: ignore[attr-defined]
-            self.kv_cache_manager.evict_blocks(set(blocks[first:]))  # type: ignore[attr-defined]
             self.running.remove(request)
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
             self._forgive(request.request_id)
         return failed
+
+    def _evict_behind(self, invalid: Set[int], batch: Mapping[str, int]) -> None:
+        """Take blocks that were not loaded out of the prefix cache, and all that may have been computed
+        with what lay in them.
+
+        A request that was scheduled after the load may have hit them, and has its own blocks behind
+        them in the cache. vLLM leaves those there: once the others are computed anew, they would be
+        hit as if they were right. Of a request that has left meanwhile nobody knows the blocks: then
+        nothing stays cached.
+
+        Args:
+            invalid: Numbers of the blocks.
+            batch: The requests of the iteration that reports them, with their tokens.
+        """
+        blocks = self.kv_cache_manager.block_pool.blocks  # type: ignore[attr-defined]
+        numbers = range(len(blocks))
+        if not any(number in numbers and blocks[number].block_hash for number in invalid):
+            return  # what a request waits for is cached when it has come
+        running = {request.request_id for request in self.running}
+        if self.iterations.requests() | batch.keys() <= running:
+            wrong = set()
+            for request_id in running:
+                for held in self.kv_cache_manager.get_block_ids(request_id):  # type: ignore[attr-defined]
+                    wrong.update(itertools.dropwhile(lambda number: number not in invalid, held))
+        else:
+            wrong = set(numbers)
+        self.kv_cache_manager.evict_blocks(wrong)  # type: ignore[attr-defined]
 
     def _forgive(self, request_id: str) -> None:
         """Let a request go on that has no token of this iteration, whose blocks were not loaded: what
