@@ -153,6 +153,8 @@ vllm.renderers.base:BaseRenderer.validate_token_ids(self, token_ids)
 vllm.v1.engine.async_llm:AsyncLLM.generate
 vllm.v1.engine.async_llm:AsyncLLM.shutdown(self, timeout)
 vllm.v1.engine.output_processor:OutputProcessor.propagate_error(self, e)
+vllm.v1.engine.output_processor:OutputProcessor.process_outputs(self, engine_core_outputs)
+vllm.v1.engine.output_processor:OutputProcessor.abort_requests(self, request_ids, internal)
 # An engine that is told to end while it is paused.
 vllm.v1.engine.core:EngineCoreProc._handle_shutdown(self)
 vllm.v1.engine.core:EngineCoreProc.is_scheduler_paused(self)
@@ -310,7 +312,7 @@ vllm.entrypoints.common.cli_args:FrontendArgs: middleware
 # A server that ends: what of it the middleware asks.
 vllm.v1.engine.async_llm:AsyncLLM: engine_core errored output_handler output_processor
 vllm.v1.engine.core:EngineCoreProc: shutdown_state
-vllm.v1.engine.output_processor:OutputProcessor: external_req_ids
+vllm.v1.engine.output_processor:OutputProcessor: external_req_ids request_states
 vllm.v1.engine.input_processor:InputProcessor: renderer
 vllm.v1.core.sched.scheduler:Scheduler: num_waiting_for_streaming_input
 vllm.v1.request:Request: streaming_queue resumable num_output_placeholders
@@ -320,7 +322,7 @@ vllm.v1.engine.core_client:BackgroundResources: engine_manager
 vllm.v1.engine.utils:CoreEngineProcManager: manager_stopped
 vllm.v1.engine.utils:CoreEngineActorManager: manager_stopped
 vllm.config.aux_output:AuxOutputConfig: enabled
-vllm.config:SchedulerConfig: prefill_schedule_interval
+vllm.config:SchedulerConfig: prefill_schedule_interval stream_interval
 vllm.config:SpeculativeConfig: method num_speculative_tokens prompt_lookup_max prompt_lookup_min
     suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
     suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method

@@ -12,6 +12,7 @@ from sipipe.engine.setup import compatibility as compat
 from sipipe.errors import ConfigError, UnsupportedError
 
 REPLICAS = {"parallel_config__data_parallel_size": 2}
+POOLING = {"model_config__runner_type": "pooling"}
 HOSTS = {"count": 2, "address": "x"}
 IN_SHM = SimpleNamespace(mm_processor_cache_type="shm")
 
@@ -89,6 +90,7 @@ def vllm_config(**changes):
             "async_scheduling": False,
             "scheduler_cls": None,
             "prefill_schedule_interval": 1,
+            "stream_interval": 1,
         },
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
@@ -168,6 +170,7 @@ def vllm_config(**changes):
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
         ({"model_config__multimodal_config": IN_SHM}, "--mm-processor-cache-type shm"),
+        (POOLING | {"scheduler_config__stream_interval": 8}, "--stream-interval.*: leave it out"),
     ],
 )
 def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
@@ -196,6 +199,8 @@ def test_vllms_first_runner_is_refused(monkeypatch):
 def test_a_plain_engine_and_replicas_on_one_host_are_taken():
     compat.check_features(vllm_config())
     compat.check_features(vllm_config(**REPLICAS))
+    compat.check_features(vllm_config(**POOLING))
+    compat.check_features(vllm_config(scheduler_config__stream_interval=8))
     assert not compat.why_not_samplers(vllm_config(), SiPipeConfig())
 
 

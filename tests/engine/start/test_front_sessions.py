@@ -152,3 +152,19 @@ def test_a_token_without_a_row_in_the_model_is_refused(monkeypatch, kind, in_tok
             InputProcessor._validate_model_input(processor, prompt, "decoder")  # noqa: SLF001
     else:
         InputProcessor._validate_model_input(processor, prompt, "decoder")  # noqa: SLF001
+
+
+@pytest.mark.usefixtures("front")
+@pytest.mark.parametrize("token", [-1, 0, 999, 1000])
+def test_without_a_tokenizer_no_token_passes_that_the_model_has_not(monkeypatch, token):
+    """A pooling request that the engine refused would end vLLM's front end, at an assertion."""
+    monkeypatch.setattr(InputProcessor, "_validate_model_input", lambda *_: None)
+    new_requests.check_new_requests()
+    model = SimpleNamespace(get_vocab_size=lambda: 1000)
+    processor = SimpleNamespace(model_config=model, tokenizer=None)
+    prompt = {"type": "token", "prompt_token_ids": [5, token, 7]}
+    if 0 <= token < 1000:
+        InputProcessor._validate_model_input(processor, prompt, "decoder")  # noqa: SLF001
+    else:
+        with pytest.raises(VLLMValidationError, match="none of the model's 1000"):
+            InputProcessor._validate_model_input(processor, prompt, "decoder")  # noqa: SLF001

@@ -74,6 +74,10 @@ def check_features(vllm_config: VllmConfig) -> None:
             parallel.numa_bind
         ),
         "--prefill-schedule-interval": vllm_config.scheduler_config.prefill_schedule_interval > 1,
+        # vLLM's front end ends at the first request: it asks how many tokens that has drawn.
+        "--stream-interval above 1 for a model that pools: leave it out, nothing is streamed": (
+            vllm_config.scheduler_config.stream_interval > 1 and model.runner_type == "pooling"
+        ),
         "--kv-offloading-size on CPUs: leave it out, it moves blocks from GPUs": (
             current_platform.is_cpu()
             and vllm_config.cache_config.kv_offloading_size is not None

@@ -5,6 +5,7 @@
 - A ready ``EngineCoreRequest``, whose prompt and parameters vLLM does not check.
 - A prompt with a token of the tokenizer's for which the model has no row, such as a padding token that
   was added to the tokenizer alone: a client can write it as text. The stage that embeds it would end.
+- Without a tokenizer, a prompt with any token that the model has no row for.
 
 The client who brings one of them gets the error. Requests of other front ends meet the same checks in
 the engine (:mod:`sipipe.engine.iteration.admission`), but for those that cost time by a prompt's length.
@@ -118,7 +119,15 @@ def _check_rows(processor: Any, tokens: Sequence[int]) -> None:
     what either the model or the tokenizer has."""
     vocabulary = processor.model_config.get_vocab_size()
     tokenizer = processor.tokenizer
-    if tokenizer is None or not 0 < vocabulary <= tokenizer.max_token_id:
+    if tokenizer is None:
+        # vLLM checks none of them then. The engine refuses a request that generates, too; vLLM's front
+        # end has no way to take an answer without a result for one that is pooled, and would end.
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise VLLMValidationError(
+                f"the prompt has a token that is none of the model's {vocabulary}"
+            )
+        return
+    if not 0 < vocabulary <= tokenizer.max_token_id:
         return
     # Few models get here, and the module imports much.
     from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size

@@ -196,6 +196,7 @@ def _prepare_process() -> None:
 
     from sipipe.engine.start.drain import tell_left_over
     from sipipe.engine.start.ends import say_cause_last, watch_ends
+    from sipipe.engine.start.failed_pooling import tell_failed_pooling
     from sipipe.engine.start.failed_requests import tell_clients_why
     from sipipe.engine.start.new_requests import check_new_requests
     from sipipe.engine.start.prompt_text import keep_prompts_text_out
@@ -206,6 +207,7 @@ def _prepare_process() -> None:
     find_gpus_of_slices(current_platform, import_pynvml)
     metrics.register()
     tell_clients_why()
+    tell_failed_pooling()
     check_new_requests()
     end_turns_with_their_session()
     keep_prompts_text_out()
