@@ -530,6 +530,27 @@ def test_what_waits_behind_a_prompt_that_may_not_start_is_not_looked_at(ours, co
     engine.run()
 
 
+def test_a_prompt_that_may_not_start_keeps_no_image_in_the_cache(ours, configs):
+    """There may be no room for the image of a request that is before it later, which then never starts."""
+    engine = Engine(ours, configs(3, max_num_seqs=64))
+    scheduler = engine.scheduler
+    scheduler.max_num_encoder_input_tokens = 1024
+    cache = scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=300)
+    image = MultiModalFeatureSpec(
+        data=None, modality="image", identifier="logo", mm_position=PlaceholderRange(10, 50)
+    )
+    for index in range(40):
+        engine.add(f"r{index}", 100, 4, mm_features=[image])
+    waited = False
+    while scheduler.waiting:
+        engine.step()
+        waited = waited or bool(scheduler.waiting and scheduler.running)
+        holders = cache.cached.get("logo", set())
+        assert holders <= {request.request_id for request in scheduler.running}
+    assert waited
+    engine.run()
+
+
 def test_what_the_encoder_holds_back_holds_nothing_else_back(ours, configs):
     """vLLM 0.33 asks for no tokens of it, and goes on."""
     scheduler = Engine(ours, configs(3, max_num_seqs=8)).scheduler

@@ -304,6 +304,10 @@ class PipelineScheduler(Scheduler):
         if num_new_tokens and not tokens and request.status != RequestStatus.RUNNING:
             # Nor may those behind it: vLLM 0.33 would look at all that wait, 0.32 stops by itself.
             self.max_num_active_reqs = 0
+            if request.has_encoder_inputs:
+                # vLLM has looked for its images, and keeps those that are cached for it: there may be
+                # no room for those of a request that comes before it in the queue meanwhile.
+                self.encoder_cache_manager.free(request)
         return tokens
 
 
