@@ -1,5 +1,6 @@
-"""Blocks that a synchronous KV connector did not load, and what was computed with them meanwhile."""
+"""Blocks of the KV cache that hold what they should not, whoever else has their tokens in his prompt."""
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -45,11 +46,17 @@ class Lender(KVConnectorBase_V1):
         pass
 
 
+def with_nan(sampled):
+    """An answer of samplers in whose place no row of one request had a distribution."""
+    errors = [(0, "the model's logits hold NaN")]
+    return msgspec.structs.replace(sampled, rows=b"", tokens=b"", errors=errors)
+
+
 class FailingLoad(WholeEngine):
     """An engine in which the blocks that request ``a`` loads do not come.
 
-    What lies in them, and in all that was computed with it, is spoilt when that is said. ``leaves``:
-    requests whose clients leave just before.
+    What lies in them, and in all that was computed with it, is spoilt when that is said; until then
+    logits hold NaN. ``leaves``: requests whose clients leave just before.
     """
 
     def __init__(self, config, leaves) -> None:
@@ -57,7 +64,13 @@ class FailingLoad(WholeEngine):
         self._leaves = leaves
         self._update = self.scheduler.update_from_output
         self.scheduler.update_from_output = self._fail_load
+        self._run = self._stage.run
+        self._stage.run = self._run_with_nan
         self.failed = False
+
+    def _run_with_nan(self, iteration):
+        sampled = self._run(iteration)
+        return sampled if self.failed else with_nan(sampled)
 
     def _fail_load(self, batch, result):
         loading = any(new.req_id == "a" for new in batch.scheduled_new_reqs)
@@ -98,3 +111,26 @@ def test_nobody_has_what_was_computed_with_blocks_that_did_not_come(configs, pol
     for id, prompt in prompts.items():
         served = policy == "recompute" and id not in leaves
         assert engine.tokens[id] == (continued(text[:prompt], 4) if served else [])
+
+
+def test_a_prompt_whose_request_had_nan_is_computed_anew(configs):  # noqa: F811
+    """The NaN may have come from a block that had another's before, and is not there any more."""
+    engine = WholeEngine(PipelineScheduler, configs(2), blocks=BLOCKS)
+    stage = engine._stage  # noqa: SLF001
+    run = stage.run
+
+    def run_with_nan(iteration):
+        sampled = run(iteration)
+        if "a" not in iteration.work.sampled:
+            return sampled
+        for block in engine.scheduler.kv_cache_manager.get_block_ids("a")[0]:
+            stage.cache[block * BLOCK : (block + 1) * BLOCK] = 7
+        return with_nan(sampled)
+
+    stage.run = run_with_nan
+    engine.add("a", 60, 4, seed="alike")
+    engine.run()
+    assert "NaN" in engine.errors["a"]
+    text = engine.add("b", 60, 4, seed="alike").prompt_token_ids
+    engine.run()
+    assert engine.tokens["b"] == continued(text, 4)

@@ -4,7 +4,7 @@ stage times by which it decides how many microbatches to form."""
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,8 @@ from sipipe.observe.phases import Phase
 
 logger = init_logger(f"vllm.{__name__}")
 
+NAN = "NaN"
+"""Word of a sampler's message that logits have no value (:mod:`sipipe.sampler.result`)."""
 NOTHING_LEFT = "no token is left to sample"
 """Beginning of a sampler's message that every logit is masked (:mod:`sipipe.sampler.result`)."""
 
@@ -121,10 +123,11 @@ class ObservedScheduler(SessionScheduler):
         iteration = self.iterations.finish(scheduler_output)
         errors = iteration.outcome.errors if iteration is not None else {}
         refused = self._refused()
+        wrong: set[int] = set()  # blocks that may hold NaN
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
             # One that is scheduled once more already may have failed before.
-            failing = {name: errors[name] for name in errors if name in self.requests}
+            failing = {name: errors[name] for name in errors if self._takes_result(name)}
             for request_id, reason in failing.items():
                 errors[request_id] = failing[request_id] = self._explaining(
                     reason, self._explained, request_id, reason
@@ -134,10 +137,15 @@ class ObservedScheduler(SessionScheduler):
             self.grammar_compile_error_reqs.update(_failed(failing))  # type: ignore[attr-defined]
         if errors or (iteration is not None and iteration.outcome.tainted):
             self._clear_blocks()
+            wrong = self._blocks_of(name for name, why in failing.items() if NAN in why)
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
             self._watching(None, self._time_first_tokens, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
+        if wrong:
+            # It may have come from a block that had another's NaN before, and would be in every
+            # request with that prompt. They are free by now, and nobody has them yet.
+            self.kv_cache_manager.evict_blocks(wrong)  # type: ignore[attr-defined]
         if iteration is not None:
             self._speculation.take(iteration)
         reasons = errors | refused
@@ -145,12 +153,20 @@ class ObservedScheduler(SessionScheduler):
             for output in client.outputs:
                 if output.finish_reason == FinishReason.ERROR and output.request_id in reasons:
                     output.stop_reason = reasons[output.request_id]
-                    output.num_nans_in_logits = int("NaN" in reasons[output.request_id])
+                    output.num_nans_in_logits = int(NAN in reasons[output.request_id])
         ended = time.monotonic_ns()
         if iteration is not None:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
         self._watching(None, self._show, ended)
         return result
+
+    def _takes_result(self, request_id: str) -> bool:
+        """Say if a request takes what the next result has of it. One that has begun anew takes none of
+        before: its blocks may have held anything, and what is wrong with itself comes again."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        return not (request.drop_stale_output and request.num_stale_output_tokens > 0)
 
     def _explained(self, request_id: str, reason: str) -> str:
         """``reason``, why a request has no token; or that its grammar allows none."""
@@ -214,13 +230,13 @@ class ObservedScheduler(SessionScheduler):
         if not any(number in numbers and blocks[number].block_hash for number in invalid):
             return  # what a request waits for is cached when it has come
         running = {request.request_id for request in self.running}
+        wrong: set[int] = set()
         if self.iterations.requests() | batch.keys() <= running:
-            wrong = set()
             for request_id in running:
                 for held in self.kv_cache_manager.get_block_ids(request_id):  # type: ignore[attr-defined]
                     wrong.update(itertools.dropwhile(lambda number: number not in invalid, held))
         else:
-            wrong = set(numbers)
+            wrong.update(numbers)
         self.kv_cache_manager.evict_blocks(wrong)  # type: ignore[attr-defined]
 
     def _forgive(self, request_id: str) -> None:
@@ -251,6 +267,15 @@ class ObservedScheduler(SessionScheduler):
             self.needs_kv_cache_zeroing = True
             for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
                 manager._record_new_block_ids = True
+
+    def _blocks_of(self, request_ids: Iterable[str]) -> set[int]:
+        """Numbers of the KV cache blocks that requests hold."""
+        return {
+            number
+            for request_id in request_ids
+            for group in self.kv_cache_manager.get_block_ids(request_id)  # type: ignore[attr-defined]
+            for number in group
+        }
 
     def _time_first_tokens(self, output: ModelRunnerOutput) -> None:
         now = time.time()
