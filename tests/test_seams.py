@@ -157,6 +157,8 @@ vllm.v1.engine.output_processor:OutputProcessor.process_outputs(self, engine_cor
 vllm.v1.engine.output_processor:OutputProcessor.abort_requests(self, request_ids, internal)
 # An engine that is told to end while it is paused.
 vllm.v1.engine.core:EngineCoreProc._handle_shutdown(self)
+vllm.v1.engine.core:EngineCoreProc._handle_client_request(self, request_type, request)
+vllm.v1.engine.core:EngineCore._process_aborts_queue(self)
 vllm.v1.engine.core:EngineCoreProc.is_scheduler_paused(self)
 vllm.v1.engine.core:EngineCoreProc._send_abort_outputs(self, aborted_reqs)
 vllm.v1.core.sched.scheduler:Scheduler.set_pause_state(self, pause_state)
@@ -311,7 +313,7 @@ vllm.config:ParallelConfig: pipeline_parallel_size tensor_parallel_size world_si
 vllm.entrypoints.common.cli_args:FrontendArgs: middleware
 # A server that ends: what of it the middleware asks.
 vllm.v1.engine.async_llm:AsyncLLM: engine_core errored output_handler output_processor
-vllm.v1.engine.core:EngineCoreProc: shutdown_state
+vllm.v1.engine.core:EngineCoreProc: shutdown_state aborts_queue
 vllm.v1.engine.output_processor:OutputProcessor: external_req_ids request_states
 vllm.v1.engine.input_processor:InputProcessor: renderer
 vllm.v1.core.sched.scheduler:Scheduler: num_waiting_for_streaming_input
