@@ -1,5 +1,7 @@
 """The scheduler's side of a connector that answers, or raises, anything."""
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
-from sipipe.engine.iteration.kv_loads import KVLoads
+from vllm.v1.core.sched import scheduler
+
+from sipipe.engine.iteration.kv_loads import OTHERWISE, KVLoads
 
 BLOCK = 32
 
@@ -82,3 +86,37 @@ def test_blocks_that_no_worker_is_asked_for_are_told_as_such(method, groups):
     (load,) = loads.take()
     assert load.reason == "OSError: gone"
     assert load.block_ids == ((100, 101) if groups == 1 else ())
+
+
+@pytest.mark.parametrize(("name", "otherwise"), OTHERWISE.items())
+def test_what_is_beside_a_load_may_raise(name, otherwise):
+    connector = Anything(0, False)
+
+    def raising(*_, **__):
+        raise OSError("gone")
+
+    setattr(connector, name, raising)
+    KVLoads(connector, block_size=BLOCK, groups=1)
+    assert getattr(connector, name)("any", arguments=1) == otherwise
+
+
+def test_events_that_raise_when_they_are_made_are_none():
+    connector = Anything(0, False)
+
+    def events():
+        yield "stored"
+        raise OSError("gone")
+
+    connector.take_events = events
+    KVLoads(connector, block_size=BLOCK, groups=1)
+    assert connector.take_events() == ()
+    connector.take_events = lambda: iter(["stored"])
+    KVLoads(connector, block_size=BLOCK, groups=1)
+    assert connector.take_events() == ("stored",)
+
+
+def test_all_methods_that_vllms_scheduler_calls_are_guarded():
+    called = set(re.findall(r"self\.connector\.(\w+)\(", inspect.getsource(scheduler)))
+    called -= {"bind_kv_cache_manager", "shutdown"}  # at a start, and at an end
+    loads = {"get_num_new_matched_tokens", "update_state_after_alloc"}
+    assert called - loads == set(OTHERWISE)

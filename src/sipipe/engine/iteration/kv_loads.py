@@ -2,7 +2,7 @@
 
 A connector saves time: a prompt whose cache it does not bring is computed. So what its methods raise,
 or answer that no prompt can have (a number below 0, or more tokens than there are), is "nothing
-stored". vLLM takes such an answer as it is, and its front end ends, or an assertion of its scheduler
+stored"; of what is beside a load (:data:`OTHERWISE`), "nothing to say". vLLM takes such an answer as it is, and its front end ends, or an assertion of its scheduler
 fails. Blocks that a connector was given to fill, and then raises for, are told to the workers, which
 report them as not loaded (:mod:`sipipe.worker.hooks.kv_connector`).
 
@@ -13,7 +13,8 @@ Rejected: a connector around the connector, as MultiConnector is. vLLM asks its 
 
 from __future__ import annotations
 
-from collections.abc import Set
+import functools
+from collections.abc import Callable, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -22,6 +23,23 @@ from vllm.logger import init_logger
 from sipipe.messages.kv_load import KVLoad
 
 logger = init_logger(f"vllm.{__name__}")
+
+OTHERWISE: dict[str, Any] = {
+    "on_new_request": None,
+    "get_loaded_kv_cache_group_ids": (),
+    "get_external_cache_hit_sources": {},
+    "request_finished": (False, None),
+    "request_finished_all_groups": (False, None),
+    "register_finished_partial_tail": False,
+    "update_connector_output": None,
+    "has_pending_block_frees": False,
+    "has_pending_push_work": False,
+    "get_kv_connector_stats": None,
+    "take_events": (),
+    "reset_cache": False,
+}
+"""Answers in the place of what methods of the engine's side raise, by method: the connector has nothing,
+keeps no block, and has not done what it was asked for."""
 
 
 class KVLoads:
@@ -45,10 +63,15 @@ class KVLoads:
         """Blocks of each request that a connector was to load last."""
         self._failed: set[str] = set()
         """Requests whose load failed: they are computed, as it would fail again."""
-        self._logged = False
+        self._logged: set[str] = set()
+        """Methods whose failure was logged."""
         connector.get_num_new_matched_tokens = self._match
         connector.update_state_after_alloc = self._allocate
         connector.build_connector_meta = self._build
+        for name, answer in OTHERWISE.items():
+            method = getattr(connector, name, None)
+            if method is not None:  # some are of vLLM 0.33, or of connectors of several groups
+                setattr(connector, name, self._guard(name, method, answer))
 
     def take(self) -> list[KVLoad]:
         """The loads since the last call: those of the scheduling output that has just been made."""
@@ -126,9 +149,25 @@ class KVLoads:
             ]
             return KVConnectorMetadata()
 
+    def _guard(self, name: str, method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
+        """Wrap the connector's ``method`` of that name: it answers ``otherwise`` where it raises."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                answer = method(*args, **kwargs)
+                if name == "take_events" and answer is not None:
+                    return tuple(answer)  # made one by one, perhaps, while vLLM goes through them
+                return answer
+            except Exception as error:
+                self._log(name, f"{type(error).__name__}: {error}")
+                return otherwise
+
+        return guarded
+
     def _log(self, method: str, reason: str) -> None:
-        if not self._logged:
-            self._logged = True
+        if method not in self._logged:
+            self._logged.add(method)
             logger.warning(
                 "The KV connector %s failed (%s: %s). What it should have brought is computed; this "
                 "is logged once",

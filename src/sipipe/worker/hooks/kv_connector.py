@@ -5,9 +5,12 @@ a policy for (``kv_load_failure_policy``): the blocks that the engine asked for 
 not valid, and requests that wait for them need not. An error of a save is logged: nothing depends on it.
 
 Who runs here: the device thread, which alone calls vLLM's runner.
+Guarantees: each method that vLLM's runner calls in a pass is guarded, so none ends the worker. If the
+    connector cannot take this iteration's metadata, it is not asked to load: what it holds then is
+    another iteration's, or the engine's side could not make any.
 Relies on: a connector that raises in ``start_load_kv`` writes no more into the blocks of that call.
     Those of vLLM that move blocks by threads or networks catch their failures and report them
-    themselves.
+    themselves. One that raises in ``handle_preemptions`` reads no more of the blocks that it is told of.
 """
 
 from __future__ import annotations
@@ -27,6 +30,13 @@ from sipipe.messages.kv_load import KVLoad
 
 logger = init_logger(f"vllm.{__name__}")
 
+Failed = Callable[[str, Exception], None]
+"""Takes the name of a connector's method and what it has raised."""
+
+
+def nothing() -> None:
+    """Make the answer of a method that need not answer."""
+
 
 class ReportingKVConnector(kv_connector.ActiveKVConnector):
     """vLLM's runner of a connector, which reports the connector's errors instead of raising them."""
@@ -40,24 +50,41 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         self._waiting: dict[str, KVLoad] = {}
         """Loads that a request waits for and that this worker has not reported."""
         self._reported: set[str] = set()
-        """Requests whose failed load was reported; the connector may still say that it ended."""
+        """Requests whose failed load was reported, and whose end the connector may still tell: perhaps
+        long after the request has ended, when vLLM's scheduler would not know it any more."""
         self._logged: set[str] = set()
         """Methods whose failure was logged."""
+        self._bound = True
+        """False if the connector could not take this iteration's metadata."""
+        self._hides_errors = False
+        """True if the connector did not say which blocks it failed to load."""
         connector: Any = self.kv_connector
-        # Called from within the model, layer by layer.
-        for name, failed in (
-            ("wait_for_layer_load", self._fail),
-            ("save_kv_layer", self._log),
-            ("wait_for_save", self._log),
-        ):
-            setattr(connector, name, self._guard(name, getattr(connector, name), failed))
-        connector.get_transfer_results = self._results(connector.get_transfer_results)
+        guards: dict[str, tuple[Failed, Callable[[], Any]]] = {
+            "handle_preemptions": (self._log, nothing),
+            "bind_connector_metadata": (self._fail_to_bind, nothing),
+            # Called from within the model, layer by layer.
+            "wait_for_layer_load": (self._fail, nothing),
+            "save_kv_layer": (self._log, nothing),
+            "finish_forward": (self._log, nothing),
+            "wait_for_save": (self._log, nothing),
+            "get_transfer_results": (self._fail_to_tell, KVConnectorTransferResults),
+            "get_block_ids_with_load_errors": (self._hide_errors, set),
+            "get_kv_connector_stats": (self._log, nothing),
+            "get_kv_connector_kv_cache_events": (self._log, nothing),
+            "build_connector_worker_meta": (self._log, nothing),
+            "clear_connector_metadata": (self._log, nothing),
+        }
+        for name, (failed, instead) in guards.items():
+            setattr(connector, name, self._guard(name, getattr(connector, name), failed, instead))
 
     def pre_forward(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
         self._loads = getattr(scheduler_output, "kv_loads", [])
         self._waiting.update((load.request_id, load) for load in self._loads if load.waits)
-        self._reported -= scheduler_output.finished_req_ids
+        # A request that has the name of an earlier one waits for a load of its own.
+        self._reported.difference_update(load.request_id for load in self._loads if load.waits)
         self._error = next((load.reason for load in self._loads if load.reason), "")
+        self._bound = True
+        self._hides_errors = False
         super().pre_forward(scheduler_output, *args, **kwargs)
 
     def post_forward(self, *args: Any, **kwargs: Any) -> KVConnectorOutput | None:
@@ -66,12 +93,16 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         )  # 0.33 also says if the step's end is put off
         if output is None:
             return None
-        received = (output.finished_recving or set()) - self._reported
-        for request_id in received:
-            self._waiting.pop(request_id, None)
+        ended = output.finished_recving or set()
+        received = ended - self._reported
+        for request_id in sorted(received):
+            load = self._waiting.pop(request_id, None)
+            if load is not None and self._hides_errors and load not in self._loads:
+                self._loads = [*self._loads, load]
         if self._error:
             for load in self._loads:
                 self._report(load, output, received)
+        self._reported -= ended  # the connector says it once
         output.finished_recving = received or None
         self._loads = []
         self._error = ""
@@ -94,42 +125,48 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
 
     def _start_load_kv(self) -> None:
         """Start the iteration's loads; a failure is that of all of them."""
+        if not self._bound:
+            self._pending_load_kwargs = None
+            return
         try:
             super()._start_load_kv()
         except Exception as error:
             self._fail("start_load_kv", error)
 
-    def _results(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``ask``, the connector's ``get_transfer_results``: its failure is that of all loads that
-        a request waits for."""
-
-        @functools.wraps(ask)
-        def results(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return ask(*args, **kwargs)
-            except Exception as error:
-                self._loads = [*self._waiting.values()]
-                self._fail("get_transfer_results", error)
-                return KVConnectorTransferResults()
-
-        return results
-
     def _guard(
-        self,
-        name: str,
-        method: Callable[..., None],
-        failed: Callable[[str, Exception], None],
-    ) -> Callable[..., None]:
-        """Wrap the connector's ``method`` of that name: ``failed`` is called with what it raises."""
+        self, name: str, method: Callable[..., Any], failed: Failed, instead: Callable[[], Any]
+    ) -> Callable[..., Any]:
+        """Wrap the connector's ``method`` of that name: ``failed`` is called with what it raises, and
+        ``instead`` makes the answer then."""
 
         @functools.wraps(method)
-        def guarded(*args: Any, **kwargs: Any) -> None:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                method(*args, **kwargs)
+                return method(*args, **kwargs)
             except Exception as error:
                 failed(name, error)
+                return instead()
 
         return guarded
+
+    def _fail_to_bind(self, method: str, error: Exception) -> None:
+        """Note that the connector has not got this iteration's metadata: its loads failed."""
+        self._bound = False
+        self._fail(method, error)
+
+    def _fail_to_tell(self, method: str, error: Exception) -> None:
+        """Note that nobody knows which loads have ended: all that a request waits for failed. Loads of
+        this iteration that have failed before stay failed."""
+        failed = self._loads if self._error else []
+        waiting = [load for load in self._waiting.values() if load not in failed]
+        self._loads = [*failed, *waiting]
+        self._fail(method, error)
+
+    def _hide_errors(self, method: str, error: Exception) -> None:
+        """Note that nobody knows which blocks did not come: this iteration's loads failed, and those
+        that have just ended."""
+        self._hides_errors = True
+        self._fail(method, error)
 
     def _fail(self, method: str, error: Exception) -> None:
         """Note that this iteration's loads failed."""

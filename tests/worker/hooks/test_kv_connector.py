@@ -1,0 +1,205 @@
+"""A worker's KV connector that raises: whatever method does, no worker ends, and no load is lost."""
+
+import inspect
+import re
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
+from vllm.v1.worker.gpu import kv_connector
+
+from sipipe.messages.kv_load import KVLoad
+from sipipe.worker.hooks.kv_connector import ReportingKVConnector
+
+NOW = KVLoad(request_id="now", block_ids=(1, 2), waits=False)
+LATER = KVLoad(request_id="later", block_ids=(3, 4), waits=True)
+LOADING = {"bind_connector_metadata", "start_load_kv", "wait_for_layer_load"}
+"""Methods without which the blocks of both loads do not come."""
+TELLING = {"get_transfer_results"}
+"""Methods without which nobody knows of a load that a request waits for."""
+OTHER = {
+    "handle_preemptions",
+    "save_kv_layer",
+    "finish_forward",
+    "wait_for_save",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+}
+ERRORS = {"get_block_ids_with_load_errors"}
+CALLED = sorted(LOADING | TELLING | OTHER | ERRORS)
+"""Methods that vLLM's runner calls in a pass, or its model."""
+
+
+class Connector(KVConnectorBase_V1):
+    """A connector whose methods in ``raises`` raise, and which says next that the loads of the requests
+    in ``ended`` have ended."""
+
+    def __init__(self):
+        self._connector_metadata = None
+        self.raises = set()
+        self.ended = set()
+        self.started = []
+
+    def start_load_kv(self, forward_context, **kwargs):
+        self.started.append(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name):
+        pass
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        pass
+
+    def wait_for_save(self):
+        pass
+
+    def get_transfer_results(self, finished_req_ids):
+        return KVConnectorTransferResults(finished_recving=self.ended)
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        raise NotImplementedError
+
+    update_state_after_alloc = build_connector_meta = get_num_new_matched_tokens
+
+
+def _raising(name, method):
+    def called(self, *args, **kwargs):
+        if name in self.raises:
+            raise ZeroDivisionError("as asked")
+        return method(self, *args, **kwargs)
+
+    return called
+
+
+for _name in CALLED:
+    setattr(Connector, _name, _raising(_name, getattr(Connector, _name)))
+
+
+@pytest.fixture(scope="module")
+def config():
+    return VllmConfig()
+
+
+@pytest.fixture
+def connector():
+    return Connector()
+
+
+@pytest.fixture
+def reporting(config, connector):
+    with patch.object(kv_connector, "get_kv_transfer_group", lambda: connector):
+        return ReportingKVConnector(config, {})
+
+
+def run(reporting, *loads, ended=()):
+    """What is reported of a pass with these loads, at whose end those of ``ended`` have ended."""
+    output = SimpleNamespace(
+        kv_connector_metadata=KVConnectorMetadata(),
+        kv_loads=list(loads),
+        has_sync_kv_loads=True,
+        finished_req_ids=set(),
+    )
+    connector = reporting.kv_connector
+    connector.ended = set(ended)
+    reporting.pre_forward(output, SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=0))
+    connector.wait_for_layer_load("layer")
+    connector.save_kv_layer("layer", None, None)
+    reporting.finish_forward()
+    return reporting.post_forward(output.finished_req_ids)
+
+
+def test_all_methods_that_vllms_runner_calls_in_a_pass_are_here():
+    called = set(re.findall(r"self\.kv_connector\.(\w+)\(", inspect.getsource(kv_connector)))
+    start = {"register_kv_caches", "set_host_xfer_buffer_ops", "reset_capture_state"}
+    of_the_model = {"wait_for_layer_load", "save_kv_layer"}
+    assert called - start == set(CALLED) - of_the_model
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_method_that_raises_is_no_more_than_loads_that_failed(reporting, connector, name):
+    connector.raises = {name}
+    said = run(reporting, NOW, LATER)
+    failed = set()
+    if name in LOADING | ERRORS:
+        failed.update(NOW.block_ids)
+    if name in LOADING | TELLING | ERRORS:
+        failed.update(LATER.block_ids)
+        assert said.finished_recving == {"later"}
+    assert said.invalid_block_ids == failed
+    connector.raises = set()
+    said = run(reporting)
+    assert said.invalid_block_ids == set()
+    assert said.finished_recving is None
+
+
+def test_all_methods_raise(reporting, connector):
+    connector.raises = set(CALLED)
+    for _ in range(2):
+        said = run(reporting, NOW, LATER)
+        assert said.invalid_block_ids == {1, 2, 3, 4}
+        assert said.finished_recving == {"later"}
+
+
+@pytest.mark.parametrize("reason", ["", "OSError: gone"])
+def test_loads_that_failed_stay_so_when_nobody_knows_what_has_ended(reporting, connector, reason):
+    """Their blocks would be taken for right."""
+    load = KVLoad(request_id="now", block_ids=(1, 2), waits=False, reason=reason)
+    connector.raises = {"get_transfer_results"} if reason else {"start_load_kv", *TELLING}
+    run(reporting)
+    assert run(reporting, load).invalid_block_ids == {1, 2}
+
+
+def test_errors_that_are_not_told_are_those_of_loads_that_end_then(reporting, connector):
+    assert run(reporting, LATER).invalid_block_ids == set()
+    connector.raises = ERRORS
+    said = run(reporting, ended={"later"})
+    assert said.invalid_block_ids == {3, 4}
+    assert said.finished_recving == {"later"}
+
+
+def test_a_connector_without_this_passs_metadata_loads_by_no_other(reporting, connector):
+    connector.raises = {"bind_connector_metadata", "clear_connector_metadata"}
+    connector._connector_metadata = "an earlier pass's"  # noqa: SLF001 - as vLLM binds it
+    run(reporting, NOW)
+    assert connector.started == []
+    connector.raises = set()
+    run(reporting, NOW)
+    assert len(connector.started) == 1
+
+
+def test_the_end_of_a_load_that_was_given_up_is_told_to_nobody_however_late(reporting, connector):
+    """vLLM's scheduler asserts that it knows the request, which may have ended long ago."""
+    connector.raises = TELLING
+    assert run(reporting, LATER).finished_recving == {"later"}
+    connector.raises = set()
+    output = SimpleNamespace(
+        kv_connector_metadata=KVConnectorMetadata(),
+        kv_loads=[],
+        has_sync_kv_loads=False,
+        finished_req_ids={"later"},
+    )
+    reporting.no_forward(output)
+    assert run(reporting, ended={"later"}).finished_recving is None
+    # Another request of that name waits for a load of its own.
+    run(reporting, LATER)
+    assert run(reporting, ended={"later"}).finished_recving == {"later"}
+
+
+def test_a_request_of_that_name_waits_for_its_own_load_also_when_no_end_was_told(
+    reporting, connector
+):
+    connector.raises = TELLING
+    assert run(reporting, LATER).finished_recving == {"later"}
+    connector.raises = set()
+    run(reporting, LATER)
+    assert run(reporting, ended={"later"}).finished_recving == {"later"}
