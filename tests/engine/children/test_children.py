@@ -3,10 +3,12 @@
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import psutil
@@ -212,3 +214,30 @@ def test_children_of_a_killed_engine_end_also_while_they_load():
     engine.stdout.close()
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+class Leaving(Child):
+    """A child whose end the events thread sees as soon as somebody has looked at its pipe."""
+
+    @property
+    def pipe(self):
+        pipe = self._pipe
+        self._pipe = None
+        return pipe
+
+    @pipe.setter
+    def pipe(self, pipe):
+        self._pipe = pipe
+
+
+def test_a_child_that_ends_just_when_it_is_asked_to():
+    ours, theirs = socket.socketpair()
+    pipe = Connection(ours.detach())
+    child = Leaving("child", SimpleNamespace(pid=os.getpid()), pipe)
+    child.ask_to_end()
+    assert theirs.recv(1) == b""
+    theirs.close()
+    os.close(child.descriptor)
+    pipe.close()
+    child.pipe = pipe  # closed, and not yet known to be
+    child.ask_to_end()

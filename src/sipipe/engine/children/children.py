@@ -104,10 +104,11 @@ class Child:
     def ask_to_end(self) -> None:
         """Shut the control pipe down, at whose end a child ends itself. From any thread."""
         self.asked_to_end = True
-        if self.pipe is not None:
+        pipe = self.pipe  # once: the events thread may see the child's end meanwhile
+        if pipe is not None:
             # Shut down and not closed: the events thread may be asleep on the descriptor, and wakes
-            # up at its end of file. It closes it then.
-            with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+            # up at its end of file. It closes it then (TypeError: just now).
+            with suppress(OSError, TypeError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self) -> None:
