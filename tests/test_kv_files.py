@@ -25,7 +25,7 @@ import safetensors.torch  # noqa: E402
 from sipipe.errors import ConfigError, UnsupportedError  # noqa: E402
 from sipipe.kv_files import connector  # noqa: E402
 from sipipe.kv_files import store as kv_files  # noqa: E402
-from sipipe.kv_files.settings import MODULE, check  # noqa: E402
+from sipipe.kv_files.settings import MODULE, check, is_used  # noqa: E402
 from sipipe.kv_files.settings import settings as read_settings  # noqa: E402
 from sipipe.kv_files.store import Store  # noqa: E402
 
@@ -339,7 +339,7 @@ class Config:
         return "{}"
 
 
-def namespace_of(**changes):
+def namespace_of(load_format="auto", **changes):
     """What is compared of a server whose model's configuration has these values."""
     model = SimpleNamespace(
         model="a-name/on-the-hub",
@@ -359,6 +359,7 @@ def namespace_of(**changes):
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         device_config=SimpleNamespace(device_type="cpu"),
+        load_config=SimpleNamespace(load_format=load_format),
     )
     return connector.manifest(config, SimpleNamespace(kv_cache_layout="LBHNC"))
 
@@ -372,8 +373,9 @@ def test_what_decides_the_keys_of_a_cache_is_compared():
         {"dtype": torch.float16},
         {"quantization": "awq"},
         {"revision": "main"},
+        {"load_format": "dummy"},
     ]
-    assert len({json.dumps(namespace_of(**change)) for change in ({}, *changed)}) == 7
+    assert len({json.dumps(namespace_of(**change)) for change in ({}, *changed)}) == 8
     commits = []
     for commit in ("abc", "def"):
         config = Config()
@@ -444,3 +446,18 @@ def test_settings_are_refused_by_name(extra, named):
 @pytest.mark.parametrize("extra", [{}, None, [1], {"connectors": 5}, {"connectors": [5, {}]}])
 def test_settings_of_other_connectors_are_theirs(extra):
     check("a.module", extra)
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "used"),
+    [
+        (MODULE, {}, True),
+        (None, {}, False),
+        (None, {"connectors": [{}, {"kv_connector_module_path": MODULE}]}, True),
+        (None, {"connectors": [{"kv_connector_module_path": "mine"}]}, False),
+    ],
+)
+def test_its_use_is_seen_alone_and_among_others(module, extra, used):
+    transfer = SimpleNamespace(kv_connector_module_path=module, kv_connector_extra_config=extra)
+    assert is_used(transfer) == used
+    assert not is_used(None)

@@ -33,6 +33,7 @@ from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.last_word import leave_last_word
+from sipipe.kv_files import settings as kv_files
 from sipipe.start_log import leave_out_what_is_wrong, shorten
 from sipipe.versions import require_vllm
 
@@ -116,6 +117,8 @@ class Executor(VllmExecutor):
         self._closed = False
         self._shares = False
         """True once the output projection is shared out over the stages."""
+        self._shares_caches = kv_files.is_used(self.vllm_config.kv_transfer_config)
+        """True if prompts' caches are in files, whose names say which weights they are of."""
         self._pipeline: Pipeline = Pipeline(self._setup, meet(self._setup), self._fail)
         # A finalizer of multiprocessing's also runs where vLLM has forked this process, which ends
         # without Python's own end. Children that are stopped would otherwise stay when a later step of
@@ -162,19 +165,14 @@ class Executor(VllmExecutor):
         """Call ``method`` on every worker, after the iterations that are already scheduled.
 
         Returns the results by rank, or only that of ``unique_reply_rank``; with ``non_block`` a future
-        of them. Raises ConfigError: the call would change weights of which every stage has rows.
-        TimeoutError: it took more than ``timeout`` seconds. RuntimeError: a worker raised, or the
-        engine has failed or is shut down."""
-        if method in CHANGE_WEIGHTS and self._shares:
-            raise ConfigError(
-                f"{method}: every stage has rows of the output projection, which would not change: "
-                'set "vocabulary": "last" in the sipipe config'
-            )
-        if self._shares and (method == "apply_model" or not isinstance(method, str)):
-            logger.warning_once(
-                "a function may change the output projection, of which every stage has rows: these "
-                'would not change; if it does, set "vocabulary": "last" in the sipipe config'
-            )
+        of them. Raises ConfigError: the call would change weights of which every stage has rows,
+        or whose caches other servers load. TimeoutError: it took more than ``timeout`` seconds.
+        RuntimeError: a worker raised, or the engine has failed or is shut down."""
+        reason = self._why_weights_stay()
+        if reason and method in CHANGE_WEIGHTS:
+            raise ConfigError(f"{method}: {reason}")
+        if reason and (method == "apply_model" or not isinstance(method, str)):
+            logger.warning_once(f"a function may change the model's weights; if it does: {reason}")
         pipeline = self._usable()
         if self._started:
             pipeline.dispatcher.publish_all()
@@ -271,6 +269,21 @@ class Executor(VllmExecutor):
         self._placement = None
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _why_weights_stay(self) -> str:
+        """The reason for which no call may change the model's weights, with a remedy; empty: one may."""
+        if self._shares:
+            return (
+                "every stage has rows of the output projection, which would not change: set "
+                '"vocabulary": "last" in the sipipe config'
+            )
+        if self._shares_caches:
+            return (
+                "KVFiles would store the new weights' caches, and load the old ones', under the name of "
+                "the weights that were loaded at the start, also in other servers: leave "
+                "--kv-transfer-config out"
+            )
+        return ""
 
     def _usable(self) -> Pipeline:
         """The pipeline. Raises RuntimeError: it has failed, or is shut down."""

@@ -262,7 +262,7 @@ def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     config = model.hf_config
-    return {
+    compared = {
         "format": FORMAT,
         "vllm": vllm.__version__,
         "model": digest_of_weights(model.model) or model.model,
@@ -284,6 +284,9 @@ def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         # On CPUs the kernels' instruction set decides how keys lie in a block.
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
+    if vllm_config.load_config.load_format == "dummy":
+        compared["weights"] = "random ones"  # not the checkpoint's
+    return compared
 
 
 def digest_of_weights(model: str) -> str:

@@ -47,3 +47,14 @@ def settings(extra: dict[str, Any]) -> tuple[Path, int]:
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1 << 20:
         raise ConfigError(f'{place}: "size_gib" has to be a number of GiB above 0')
     return Path(directory), int(size * (1 << 30))
+
+
+def is_used(transfer: Any) -> bool:
+    """Say if vLLM's ``KVTransferConfig`` ``transfer`` names KVFiles, alone or among several connectors.
+    None is no connector."""
+    if transfer is None:
+        return False
+    if transfer.kv_connector_module_path == MODULE:
+        return True
+    connectors = transfer.kv_connector_extra_config.get("connectors") or ()
+    return any(connector.get("kv_connector_module_path") == MODULE for connector in connectors)

@@ -20,11 +20,21 @@ from sipipe.engine.setup import decide as deciding
 from sipipe.engine.setup import record as setup
 from sipipe.errors import ConfigError
 from sipipe.gpu_slices import slice_for_worker
+from sipipe.kv_files import settings as kv_files
 
 
 def executor_config(**parallel):
     """The parts of vLLM's configuration that the executor reads by itself."""
-    parts = ["model", "cache", "load", "lora", "device", "speculative", "observability"]
+    parts = [
+        "model",
+        "cache",
+        "load",
+        "lora",
+        "device",
+        "speculative",
+        "observability",
+        "kv_transfer",
+    ]
     config = SimpleNamespace(**{f"{part}_config": None for part in parts})
     config.parallel_config = SimpleNamespace(
         **{"placement_group": None, "data_parallel_index": 0} | parallel
@@ -288,7 +298,7 @@ def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
     assert deciding.numa_nodes(range(2)) == [None, None]
 
 
-def make_executor(monkeypatch, decided, pipeline):
+def make_executor(monkeypatch, decided, pipeline, kv_transfer_config=None):
     """An executor for which everything is ``decided``, whose processes are stood for by ``pipeline``."""
     decided.apply = lambda: None
     decided.vllm_config = SimpleNamespace(announced=True)
@@ -299,7 +309,9 @@ def make_executor(monkeypatch, decided, pipeline):
     monkeypatch.setattr(executor, "describe_setup", lambda _: [])
     monkeypatch.setattr(executor, "claim", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
-    return executor.Executor(executor_config())
+    config = executor_config()
+    config.kv_transfer_config = kv_transfer_config
+    return executor.Executor(config)
 
 
 def test_a_configuration_that_was_made_without_the_plugin_is_refused_by_that():
@@ -363,6 +375,18 @@ def sharing_executor(monkeypatch):
     made = make_executor(monkeypatch, decided, pipeline)
     made.compile_or_warm_up_model()
     return made
+
+
+def test_weights_do_not_change_whose_caches_are_in_files(monkeypatch):
+    """Other servers would load the new weights' caches as those of the old ones."""
+    calls = SimpleNamespace(call=lambda *_: SimpleNamespace(result=lambda _: []))
+    pipeline = SimpleNamespace(load=lambda: None, close=lambda: None, calls=calls)
+    transfer = SimpleNamespace(kv_connector_module_path=kv_files.MODULE)
+    made = make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline, transfer)
+    for method in executor.CHANGE_WEIGHTS:
+        with pytest.raises(ConfigError, match=rf"{method}: KVFiles .* leave --kv-transfer-config"):
+            made.collective_rpc(method)
+    assert made.collective_rpc("add_lora") == []
 
 
 def test_weights_do_not_change_beside_a_shared_output_projection(sharing_executor):
