@@ -262,7 +262,7 @@ def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     config = model.hf_config
-    compared = {
+    compared: dict[str, Any] = {
         "format": FORMAT,
         "vllm": vllm.__version__,
         "model": digest_of_weights(model.model) or model.model,

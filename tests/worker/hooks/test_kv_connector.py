@@ -128,26 +128,26 @@ def test_all_methods_that_vllms_runner_calls_in_a_pass_are_here():
 @pytest.mark.parametrize("name", CALLED)
 def test_a_method_that_raises_is_no_more_than_loads_that_failed(reporting, connector, name):
     connector.raises = {name}
-    said = run(reporting, NOW, LATER)
+    result = run(reporting, NOW, LATER)
     failed = set()
     if name in LOADING | ERRORS:
         failed.update(NOW.block_ids)
-    if name in LOADING | TELLING | ERRORS:
+    if name in LOADING | TELLING:
         failed.update(LATER.block_ids)
-        assert said.finished_recving == {"later"}
-    assert said.invalid_block_ids == failed
+        assert result.finished_recving == {"later"}
+    assert result.invalid_block_ids == failed
     connector.raises = set()
-    said = run(reporting)
-    assert said.invalid_block_ids == set()
-    assert said.finished_recving is None
+    result = run(reporting)
+    assert result.invalid_block_ids == set()
+    assert result.finished_recving is None
 
 
 def test_all_methods_raise(reporting, connector):
     connector.raises = set(CALLED)
     for _ in range(2):
-        said = run(reporting, NOW, LATER)
-        assert said.invalid_block_ids == {1, 2, 3, 4}
-        assert said.finished_recving == {"later"}
+        result = run(reporting, NOW, LATER)
+        assert result.invalid_block_ids == {1, 2, 3, 4}
+        assert result.finished_recving == {"later"}
 
 
 @pytest.mark.parametrize("reason", ["", "OSError: gone"])
@@ -159,12 +159,22 @@ def test_loads_that_failed_stay_so_when_nobody_knows_what_has_ended(reporting, c
     assert run(reporting, load).invalid_block_ids == {1, 2}
 
 
-def test_errors_that_are_not_told_are_those_of_loads_that_end_then(reporting, connector):
-    assert run(reporting, LATER).invalid_block_ids == set()
+def test_errors_that_are_not_told_are_those_of_loads_that_have_not_ended(reporting, connector):
+    """They fail when they end, since the connector may write into the blocks until then."""
+    before = KVLoad(request_id="before", block_ids=(5,), waits=True)
+    assert run(reporting, before, LATER).invalid_block_ids == set()
     connector.raises = ERRORS
-    said = run(reporting, ended={"later"})
-    assert said.invalid_block_ids == {3, 4}
-    assert said.finished_recving == {"later"}
+    result = run(reporting, NOW, ended={"before"})
+    assert result.invalid_block_ids == {1, 2, 5}
+    assert result.finished_recving == {"before"}
+    connector.raises = set()
+    other = KVLoad(request_id="other", block_ids=(6,), waits=True)
+    result = run(reporting, other, ended={"later"})
+    assert result.invalid_block_ids == {3, 4}
+    assert result.finished_recving == {"later"}
+    result = run(reporting, ended={"other"})
+    assert result.invalid_block_ids == set()
+    assert result.finished_recving == {"other"}
 
 
 def test_a_connector_without_this_passs_metadata_loads_by_no_other(reporting, connector):

@@ -56,8 +56,9 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         """Methods whose failure was logged."""
         self._bound = True
         """False if the connector could not take this iteration's metadata."""
-        self._hides_errors = False
-        """True if the connector did not say which blocks it failed to load."""
+        self._doubtful: set[str] = set()
+        """Requests whose load counts as failed when it ends: meanwhile the connector did not say which
+        blocks it had failed to load. Not before: it may still write into them."""
         connector: Any = self.kv_connector
         guards: dict[str, tuple[Failed, Callable[[], Any]]] = {
             "handle_preemptions": (self._log, nothing),
@@ -81,10 +82,11 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         self._loads = getattr(scheduler_output, "kv_loads", [])
         self._waiting.update((load.request_id, load) for load in self._loads if load.waits)
         # A request that has the name of an earlier one waits for a load of its own.
-        self._reported.difference_update(load.request_id for load in self._loads if load.waits)
+        new = {load.request_id for load in self._loads if load.waits}
+        self._reported -= new
+        self._doubtful -= new
         self._error = next((load.reason for load in self._loads if load.reason), "")
         self._bound = True
-        self._hides_errors = False
         super().pre_forward(scheduler_output, *args, **kwargs)
 
     def post_forward(self, *args: Any, **kwargs: Any) -> KVConnectorOutput | None:
@@ -95,13 +97,14 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
             return None
         ended = output.finished_recving or set()
         received = ended - self._reported
+        failed = list(self._loads) if self._error else []
         for request_id in sorted(received):
             load = self._waiting.pop(request_id, None)
-            if load is not None and self._hides_errors and load not in self._loads:
-                self._loads = [*self._loads, load]
-        if self._error:
-            for load in self._loads:
-                self._report(load, output, received)
+            if load is not None and request_id in self._doubtful and load not in failed:
+                failed.append(load)
+        for load in failed:
+            self._report(load, output, received)
+        self._doubtful -= received
         self._reported -= ended  # the connector says it once
         output.finished_recving = received or None
         self._loads = []
@@ -163,9 +166,11 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
         self._fail(method, error)
 
     def _hide_errors(self, method: str, error: Exception) -> None:
-        """Note that nobody knows which blocks did not come: this iteration's loads failed, and those
-        that have just ended."""
-        self._hides_errors = True
+        """Note that nobody knows which blocks did not come: loads of this iteration failed if nobody
+        waits for them, and the others do when they end."""
+        self._doubtful.update(self._waiting)
+        if not self._error:
+            self._loads = [load for load in self._loads if not load.waits]
         self._fail(method, error)
 
     def _fail(self, method: str, error: Exception) -> None:
