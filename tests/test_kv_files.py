@@ -454,7 +454,8 @@ def test_settings_of_other_connectors_are_theirs(extra):
         (MODULE, {}, True),
         (None, {}, False),
         (None, {"connectors": [{}, {"kv_connector_module_path": MODULE}]}, True),
-        (None, {"connectors": [{"kv_connector_module_path": "mine"}]}, False),
+        (None, {"connectors": [{"kv_connector_module_path": "mine"}, "wrong"]}, False),
+        (None, {"connectors": "wrong"}, False),
     ],
 )
 def test_its_use_is_seen_alone_and_among_others(module, extra, used):

@@ -56,5 +56,10 @@ def is_used(transfer: Any) -> bool:
         return False
     if transfer.kv_connector_module_path == MODULE:
         return True
-    connectors = transfer.kv_connector_extra_config.get("connectors") or ()
-    return any(connector.get("kv_connector_module_path") == MODULE for connector in connectors)
+    connectors = transfer.kv_connector_extra_config.get("connectors")
+    if not isinstance(connectors, list):  # vLLM says what is wrong with anything else
+        return False
+    return any(
+        isinstance(connector, dict) and connector.get("kv_connector_module_path") == MODULE
+        for connector in connectors
+    )
