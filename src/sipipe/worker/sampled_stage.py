@@ -325,8 +325,10 @@ class SampledStage(ClosedStage):
             buffers: dict[str, torch.Tensor] = self._around.runner.intermediate_tensors.tensors
             tensors = self._links.take(inputs.iteration, count, buffers)
             for key, tensor in tensors.items():
-                if tensor.data_ptr() != buffers[key].data_ptr():  # the link did not put it there
-                    buffers[key][:count].copy_(tensor)
+                # vLLM hands a stage what its model makes room for. What else one sends is not read.
+                buffer = buffers.get(key)
+                if buffer is not None and tensor.data_ptr() != buffer.data_ptr():
+                    buffer[:count].copy_(tensor)  # the link did not put it there
             self._links.release(inputs.iteration)
         self.double_buffer.running = f"runs {name}"
         self._around.record(Phase.WAIT_HIDDEN, inputs, began)
