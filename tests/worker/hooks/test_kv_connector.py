@@ -177,7 +177,7 @@ def test_errors_that_are_not_told_are_those_of_loads_that_have_not_ended(reporti
     assert result.finished_recving == {"other"}
 
 
-def test_a_connector_without_this_passs_metadata_loads_by_no_other(reporting, connector):
+def test_a_connector_without_metadata_of_this_pass_loads_by_no_other(reporting, connector):
     connector.raises = {"bind_connector_metadata", "clear_connector_metadata"}
     connector._connector_metadata = "an earlier pass's"  # noqa: SLF001 - as vLLM binds it
     run(reporting, NOW)
