@@ -419,6 +419,11 @@ def test_a_block_has_all_of_its_kernels_blocks(monkeypatch):
     assert files._caches[0][3].flatten().tolist() == [12, 13, 14, 15]  # noqa: SLF001
 
 
+def transfer(module, extra):
+    """What the settings need of vLLM's ``KVTransferConfig``."""
+    return SimpleNamespace(kv_connector_module_path=module, kv_connector_extra_config=extra)
+
+
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -438,14 +443,16 @@ def test_settings_are_refused_by_name(extra, named):
     with pytest.raises(ConfigError, match=named):
         read_settings(extra)
     ours = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
+    with pytest.raises(ConfigError, match=named):
+        check(transfer(MODULE, extra))
     theirs = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"any": 1}}
     with pytest.raises(ConfigError, match=named):  # joined with another one by MultiConnector
-        check(None, {"connectors": [theirs, ours]})
+        check(transfer(None, {"connectors": [theirs, ours]}))
 
 
 @pytest.mark.parametrize("extra", [{}, None, [1], {"connectors": 5}, {"connectors": [5, {}]}])
 def test_settings_of_other_connectors_are_theirs(extra):
-    check("a.module", extra)
+    check(transfer("a.module", extra))
 
 
 @pytest.mark.parametrize(
@@ -459,6 +466,5 @@ def test_settings_of_other_connectors_are_theirs(extra):
     ],
 )
 def test_its_use_is_seen_alone_and_among_others(module, extra, used):
-    transfer = SimpleNamespace(kv_connector_module_path=module, kv_connector_extra_config=extra)
-    assert is_used(transfer) == used
+    assert is_used(transfer(module, extra)) == used
     assert not is_used(None)

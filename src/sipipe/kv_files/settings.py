@@ -1,6 +1,7 @@
 """The settings of KVFiles, which are checked before anything starts."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,37 @@ MODULE = "sipipe.kv_files.connector"
 OPTIONS = ("directory", "size_gib")
 
 
-def check(module: str | None, extra: Any) -> None:
-    """Check the settings of each KVFiles in ``--kv-transfer-config``, which has this ``module`` and
-    ``extra``: its own, and those of connectors that vLLM's ``MultiConnector`` joins.
+def check(transfer: Any) -> None:
+    """Check the settings of each KVFiles that vLLM's ``KVTransferConfig`` ``transfer`` names; None is no
+    connector.
 
     Raises:
         ConfigError: as :func:`settings`.
     """
-    if not isinstance(extra, dict):
-        return  # vLLM says so
-    if module == MODULE:
+    for extra in _named(transfer):
         settings(extra)
-    connectors = extra.get("connectors")
-    for connector in connectors if isinstance(connectors, list) else ():
-        if isinstance(connector, dict):
-            inner = connector.get("kv_connector_extra_config", {})
-            check(connector.get("kv_connector_module_path"), inner)
+
+
+def is_used(transfer: Any) -> bool:
+    """Say if ``transfer`` names KVFiles."""
+    return any(True for _ in _named(transfer))
+
+
+def _named(transfer: Any) -> Iterator[dict[str, Any]]:
+    """The settings of each KVFiles: of the connector itself, or of those that vLLM's ``MultiConnector``
+    joins. What is of another kind vLLM refuses."""
+    connectors = [] if transfer is None else [vars(transfer)]
+    # bound: an object of a JSON text has no circle
+    while connectors:
+        connector = connectors.pop()
+        extra = connector.get("kv_connector_extra_config", {})
+        if not isinstance(extra, dict):
+            continue
+        if connector.get("kv_connector_module_path") == MODULE:
+            yield extra
+        joined = extra.get("connectors")
+        if isinstance(joined, list):
+            connectors += [inner for inner in joined if isinstance(inner, dict)]
 
 
 def settings(extra: dict[str, Any]) -> tuple[Path, int]:
@@ -47,19 +63,3 @@ def settings(extra: dict[str, Any]) -> tuple[Path, int]:
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1 << 20:
         raise ConfigError(f'{place}: "size_gib" has to be a number of GiB above 0')
     return Path(directory), int(size * (1 << 30))
-
-
-def is_used(transfer: Any) -> bool:
-    """Say if vLLM's ``KVTransferConfig`` ``transfer`` names KVFiles, alone or among several connectors.
-    None is no connector."""
-    if transfer is None:
-        return False
-    if transfer.kv_connector_module_path == MODULE:
-        return True
-    connectors = transfer.kv_connector_extra_config.get("connectors")
-    if not isinstance(connectors, list):  # vLLM says what is wrong with anything else
-        return False
-    return any(
-        isinstance(connector, dict) and connector.get("kv_connector_module_path") == MODULE
-        for connector in connectors
-    )

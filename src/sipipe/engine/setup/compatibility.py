@@ -99,9 +99,7 @@ def check_features(vllm_config: VllmConfig) -> None:
             raise UnsupportedError(f"SiPipe does not support {option}{remedy}")
     check_cuttable(vllm_config)
     check_speculation(vllm_config)
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None:
-        kv_files.check(transfer.kv_connector_module_path, transfer.kv_connector_extra_config)
+    kv_files.check(vllm_config.kv_transfer_config)
 
 
 def check_cuttable(vllm_config: VllmConfig) -> None:
