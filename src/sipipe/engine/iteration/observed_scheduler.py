@@ -123,7 +123,7 @@ class ObservedScheduler(SessionScheduler):
         iteration = self.iterations.finish(scheduler_output)
         errors = iteration.outcome.errors if iteration is not None else {}
         refused = self._refused()
-        wrong: set[int] = set()  # blocks that may hold NaN
+        failing: dict[str, str] = {}
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
             # One that is scheduled once more already may have failed before.
@@ -137,7 +137,7 @@ class ObservedScheduler(SessionScheduler):
             self.grammar_compile_error_reqs.update(_failed(failing))  # type: ignore[attr-defined]
         if errors or (iteration is not None and iteration.outcome.tainted):
             self._clear_blocks()
-            wrong = self._blocks_of(name for name, why in failing.items() if NAN in why)
+        wrong = self._blocks_of(name for name, why in failing.items() if NAN in why)
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
             self._watching(None, self._time_first_tokens, model_runner_output)
