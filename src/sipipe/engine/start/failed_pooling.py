@@ -60,12 +60,15 @@ def _is_told(processor: Any, output: EngineCoreOutput) -> bool:
 
 def _failure(output: EngineCoreOutput) -> Exception:
     """The exception that the server answers the client of ``output`` with."""
+    error: Exception
+    reason = str(output.stop_reason or "the engine could not serve this request: see its log")
     if output.finish_reason == FinishReason.ABORT:
-        return GracefulHTTPError(
+        error = GracefulHTTPError(
             "the engine was paused or has ended, and this request did not end before it",
             HTTPStatus.SERVICE_UNAVAILABLE,
         )
-    reason = str(output.stop_reason or "the engine could not serve this request: see its log")
-    if reason.startswith(REFUSED):
-        return VLLMValidationError(reason)
-    return GracefulHTTPError(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    elif reason.startswith(REFUSED):
+        error = VLLMValidationError(reason)
+    else:
+        error = GracefulHTTPError(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return error
