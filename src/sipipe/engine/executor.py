@@ -254,10 +254,12 @@ class Executor(VllmExecutor):
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once the engine fails, or now if it has failed."""
-        if self._failure is not None and not self._closed:
+        with self._failing:  # a failure that comes just now finds the callback, or is found here
+            has_failed = self._failure is not None
+            if not has_failed:
+                self._failure_callback = callback
+        if has_failed and not self._closed:
             callback()
-        else:
-            self._failure_callback = callback
 
     def shutdown(self) -> None:
         """End samplers and workers, and remove every channel; safe to call twice."""

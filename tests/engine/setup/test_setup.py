@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -302,7 +303,12 @@ def make_executor(monkeypatch, decided, pipeline, kv_transfer_config=None):
     """An executor for which everything is ``decided``, whose processes are stood for by ``pipeline``."""
     decided.apply = lambda: None
     decided.vllm_config = SimpleNamespace(announced=True)
-    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", lambda *_: pipeline)
+
+    def make_pipeline(_setup, _hosts, has_failed):
+        pipeline.has_failed = has_failed
+        return pipeline
+
+    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", make_pipeline)
     monkeypatch.setattr("sipipe.engine.hosts.remote.meet", lambda _: [])
     monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
     monkeypatch.setattr(executor, "decide", lambda _: decided)
@@ -375,6 +381,33 @@ def sharing_executor(monkeypatch):
     made = make_executor(monkeypatch, decided, pipeline)
     made.compile_or_warm_up_model()
     return made
+
+
+def test_a_failure_amid_the_registration_of_its_callback_is_told(monkeypatch):
+    """Another thread's failure comes just when the registration has looked whether there is one."""
+    pipeline = SimpleNamespace(load=lambda: None, close=lambda: None, fail=lambda _: None)
+    made = make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline)
+    monkeypatch.setattr(executor, "leave_last_word", lambda _: None)
+    failures = [None]
+    failing = threading.Thread(target=pipeline.has_failed, args=(RuntimeError("a stage died"),))
+
+    def look(_):
+        failure = failures[-1]
+        if failing.ident is None:
+            failing.start()
+            failing.join(0.2)  # where nothing holds it up, it is through
+        return failure
+
+    told = threading.Event()
+    monkeypatch.setattr(
+        executor.Executor,
+        "_failure",
+        property(look, lambda _, failure: failures.append(failure)),
+        raising=False,
+    )
+    made.register_failure_callback(told.set)
+    assert told.wait(60)
+    failing.join()
 
 
 def test_weights_do_not_change_whose_caches_are_in_files(monkeypatch):
