@@ -1,10 +1,11 @@
 """Faults of the engine's side of a KV connector that may not end the engine.
 
 A connector saves time: a prompt whose cache it does not bring is computed. So what its methods raise,
-or answer that no prompt can have (a number below 0, or more tokens than there are), is "nothing
-stored"; of what is beside a load (:data:`OTHERWISE`), "nothing to say". vLLM takes such an answer as it is, and its front end ends, or an assertion of its scheduler
-fails. Blocks that a connector was given to fill, and then raises for, are told to the workers, which
-report them as not loaded (:mod:`sipipe.worker.hooks.kv_connector`).
+or answer that no prompt can have (a number below 0, or more tokens than there are), counts as "nothing
+stored". What methods beside a load raise (:data:`OTHERWISE`) counts as "nothing to say". vLLM takes a
+wrong answer as it is, and its front end ends, or an assertion of its scheduler fails. Blocks that a
+connector was given to fill, and then raises for, are told to the workers, which report them as not
+loaded (:mod:`sipipe.worker.hooks.kv_connector`).
 
 Who runs here: the engine's thread.
 Rejected: a connector around the connector, as MultiConnector is. vLLM asks its connector for its

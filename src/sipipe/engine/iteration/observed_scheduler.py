@@ -161,8 +161,11 @@ class ObservedScheduler(SessionScheduler):
         return result
 
     def _takes_result(self, request_id: str) -> bool:
-        """Say if a request takes what the next result has of it. One that has begun anew takes none of
-        before: its blocks may have held anything, and what is wrong with itself comes again."""
+        """Say if a request takes what the next result has of it.
+
+        A request that has begun anew takes nothing that was computed before: its blocks may have held
+        anything, and an error of its own comes again.
+        """
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -260,9 +263,12 @@ class ObservedScheduler(SessionScheduler):
         return super()._connector_finished(request)  # type: ignore[misc]
 
     def _clear_blocks(self) -> None:
-        """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in
-        those of a request that failed, or of a draft, and 0, by which vLLM's attention on CPUs multiplies what is
-        masked, leaves NaN. Only after a failure: it costs the memory's bandwidth."""
+        """Have blocks of the KV cache zeroed from now on for whoever has them next.
+
+        There may be NaN in those of a request that failed, or of a draft. vLLM's attention on CPUs
+        multiplies what is masked by 0, which leaves NaN. Only after a failure: zeroing costs the
+        memory's bandwidth.
+        """
         if current_platform.is_cpu():
             self.needs_kv_cache_zeroing = True
             for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
