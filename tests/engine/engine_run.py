@@ -1,4 +1,5 @@
-"""One engine in a process of its own, driven over a pipe: a JSON line in, a RESULT line out.
+"""One engine in a process of its own, driven over a pipe: a JSON line in, a RESULT line out, into the
+file whose descriptor is the first argument.
 
 Used by the engine tests (see ``engines.py``) for both sides of a comparison, stock vLLM and
 SiPipe, so that neither leaves anything in the test process. The first line says which engine;
@@ -58,10 +59,11 @@ def main() -> None:
         engine["additional_config"] = {"sipipe": spec["sipipe"]}
     engine.setdefault("disable_log_stats", True)
     llm = LLM(model=spec["model"], **engine)
-    for line in sys.stdin:
-        print("GENERATING", flush=True)
-        results = [run(llm, batch) for batch in json.loads(line)]
-        print("RESULT " + json.dumps(results), flush=True)
+    with open(int(sys.argv[1]), "w", encoding="ascii") as answers:
+        for line in sys.stdin:
+            print("GENERATING", file=answers, flush=True)
+            results = [run(llm, batch) for batch in json.loads(line)]
+            print("RESULT " + json.dumps(results), file=answers, flush=True)
 
 
 def run(llm, batch):

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -107,9 +108,18 @@ class Engine(contextlib.AbstractContextManager):
         """Number of times that batches were submitted."""
         self._results = 0
         """Number of results that were read."""
+        self._answers = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the engine
+        """File of ``engine_run.py``'s own lines, which no worker writes to: in the log, a worker's line
+        may begin before such a line has ended."""
         with self.log.open("w") as out:
             environment = {**engine_environment(), **(env or {})}
-            self.process = Forked(HERE / "engine_run.py", env=environment, out=out, host=host)
+            self.process = Forked(
+                HERE / "engine_run.py",
+                env=environment,
+                out=out,
+                ends=[self._answers.fileno()],
+                host=host,
+            )
         self._write(spec)
 
     def submit(self, batches) -> None:
@@ -119,7 +129,7 @@ class Engine(contextlib.AbstractContextManager):
 
     def wait_until_generating(self) -> None:
         """Return when the batches that were submitted last have begun to run."""
-        self.wait_for(r"^GENERATING", times=self._submitted)
+        self._wait_for(self._read_answers, r"^GENERATING\n", SECONDS, times=self._submitted)
 
     def result(self, seconds: float = SECONDS):
         """The requests of each batch submitted last, as ``engine_run.py`` prints them.
@@ -127,8 +137,9 @@ class Engine(contextlib.AbstractContextManager):
         Fails the test, with the engine's last lines, when the engine has ended or takes too long.
         """
         self._results += 1
-        log = self.wait_for(r"^RESULT .*\n", seconds, times=self._results)
-        results = re.findall(r"^RESULT (.*)$", log, re.MULTILINE)
+        pattern = r"^RESULT (.*)\n"
+        answers = self._wait_for(self._read_answers, pattern, seconds, times=self._results)
+        results = re.findall(pattern, answers, re.MULTILINE)
         return json.loads(results[self._results - 1])
 
     def run(self, batches, seconds: float = SECONDS):
@@ -138,21 +149,34 @@ class Engine(contextlib.AbstractContextManager):
 
     def wait_for(self, pattern: str, seconds: float = SECONDS, *, times: int = 1) -> str:
         """The log, once it has ``pattern`` at least ``times`` times. Fails the test as :meth:`result`."""
+        return self._wait_for(self._read_log, pattern, seconds, times=times)
+
+    def _wait_for(
+        self, read: Callable[[], str], pattern: str, seconds: float, *, times: int
+    ) -> str:
+        """Wait until what ``read`` returns, an engine's log or answers, has ``pattern`` at least
+        ``times`` times. Returns it."""
         deadline = time.monotonic() + seconds
-        log = ""
         while True:
             # Looked at first, so that the last words of an engine that has ended are read below.
             has_ended = self.process.poll() is not None
-            if self.log.stat().st_size != len(log):
-                log = self.log.read_text(encoding="ascii", errors="replace")
-                if len(re.findall(pattern, log, re.MULTILINE)) >= times:
-                    return log
+            text = read()
+            if len(re.findall(pattern, text, re.MULTILINE)) >= times:
+                return text
             if has_ended:
-                pytest.fail(f"the engine ended, {self._keep_log(log)}")
+                pytest.fail(f"the engine ended, {self._keep_log()}")
             if time.monotonic() > deadline:
                 os.killpg(self.process.pid, signal.SIGABRT)
-                pytest.fail(f"no {pattern!r} after {seconds:g} s, {self._keep_log(log)}")
+                pytest.fail(f"no {pattern!r} after {seconds:g} s, {self._keep_log()}")
             time.sleep(0.02)
+
+    def _read_log(self) -> str:
+        return self.log.read_text(encoding="ascii", errors="replace")
+
+    def _read_answers(self) -> str:
+        # At a place of its own: the engine's process writes at the place of the file that both have.
+        size = os.fstat(self._answers.fileno()).st_size
+        return os.pread(self._answers.fileno(), size, 0).decode("ascii")
 
     def descendants(self) -> list[psutil.Process]:
         """All processes that the engine's process has started, and theirs."""
@@ -174,6 +198,7 @@ class Engine(contextlib.AbstractContextManager):
             self.process.wait(seconds)
         kill(processes)
         self.process.kill()
+        self._answers.close()
         if self.log.parent == Path(tempfile.gettempdir()):
             self.log.unlink(missing_ok=True)
 
@@ -185,9 +210,10 @@ class Engine(contextlib.AbstractContextManager):
             self.process.stdin.write(json.dumps(value) + "\n")
             self.process.stdin.flush()
 
-    def _keep_log(self, text: str) -> str:
+    def _keep_log(self) -> str:
         """Write the whole log of a failed engine to a file that stays. Returns the file's name and the
         lines that say most, for the message."""
+        text = self._read_log()
         path = Path("build/engine-logs") / f"{self.process.pid}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -15,5 +15,5 @@ if __name__ == "__main__":
         max_num_seqs=4,
         disable_log_stats=True,
     )
-    print("READY", flush=True)
+    print("\nREADY", flush=True)  # in a line of its own, whatever a worker has begun to write
     sys.stdin.read()
