@@ -10,6 +10,8 @@ PAGE = ROOT / "docs" / "upstream.md"
 
 ROOMS = ("engine", "worker", "gpu_slices")
 """What has objects of vLLM."""
+REPLACING = ("setattr", "patch.object", "extends")
+"""Functions that replace the attribute that their second argument names."""
 THEIRS = {
     "runner",
     "_runner",
@@ -44,7 +46,7 @@ MEANT = {
     ),
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output invalid_block_ids finished_recving failed_recving",
-    "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable excepthook argv",
+    "Python's, or of functions of ours": "_fd _inheriting writeable excepthook argv",
     "the pipeline group of ours": "receive send",
     "options of a group that is being made": "name _timeout _devices",
 }
@@ -68,7 +70,7 @@ def set_on_others(tree: ast.Module, defined: set[str]) -> set[str]:
                 base[0] in imported or base[-1] in THEIRS or node.attr not in defined
             ):
                 found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "patch.object"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in REPLACING:
             name = node.args[1]
             found.add(name.value if isinstance(name, ast.Constant) else ast.unparse(name))
     return found

@@ -13,9 +13,10 @@ Untested on a GPU (docs/gpu.md).
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from itertools import takewhile
 from typing import Any
+
+from sipipe.extending import extends
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -61,15 +62,12 @@ def find_gpus_of_slices(platform: Any, import_nvml: Callable[[], Any]) -> None:
     if not named_slices():
         return
     kind = type(platform)
-    number_of = kind.device_control_id_to_physical_device_id
-    if getattr(number_of, "__sipipe__", False):
-        return
-    nvml = import_nvml()
 
-    @wraps(number_of)
-    def physical_gpu(cls: type, device_id: str) -> int:  # noqa: ARG001 - as vLLM's
+    @extends(kind, "device_control_id_to_physical_device_id")
+    def physical_gpu(number_of: Any, cls: type, device_id: str) -> int:
         if not is_slice(device_id.strip()):
-            return int(number_of(device_id))
+            return int(number_of(cls, device_id))
+        nvml = import_nvml()
         nvml.nvmlInit()
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(device_id.strip())
@@ -77,6 +75,3 @@ def find_gpus_of_slices(platform: Any, import_nvml: Callable[[], Any]) -> None:
             return int(nvml.nvmlDeviceGetIndex(gpu))
         finally:
             nvml.nvmlShutdown()
-
-    physical_gpu.__sipipe__ = True  # type: ignore[attr-defined]
-    kind.device_control_id_to_physical_device_id = classmethod(physical_gpu)

@@ -12,28 +12,23 @@ Who runs here: the engine's process, on its thread. vLLM's input thread fills bo
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import wraps
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
+from sipipe.extending import extends
+
 
 def abort_once() -> None:
     """Have an engine forget an abort that it has carried out in the order of all messages. Safe to call
     again."""
-    handle = EngineCoreProc._handle_client_request
-    if getattr(handle, "__sipipe__", False):
-        return
 
-    @wraps(handle)
-    def handle_client_request(self: Any, request_type: Any, request: Any) -> None:
+    @extends(EngineCoreProc, "_handle_client_request")
+    def handle_client_request(handle: Any, self: Any, request_type: Any, request: Any) -> None:
         handle(self, request_type, request)
         if request_type == EngineCoreRequestType.ABORT:
             aborts = self.aborts_queue
             # Its lock is held for moments. The abort may be gone: it was carried out amid a step.
             with aborts.mutex, suppress(ValueError):
                 aborts.queue.remove(request)
-
-    handle_client_request.__sipipe__ = True  # type: ignore[attr-defined]
-    EngineCoreProc._handle_client_request = handle_client_request

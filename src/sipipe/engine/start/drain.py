@@ -8,7 +8,6 @@ Who runs here: :func:`drain_though_paused` is for the engine's process, on its t
 :func:`tell_left_over` for the process with the ``AsyncLLM``, on its event loop's thread.
 """
 
-from functools import wraps
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +17,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
+
+from sipipe.extending import extends
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -44,19 +45,13 @@ def is_ending(client: Any) -> bool:
 def drain_though_paused() -> None:
     """Have an engine that is told to end while it is paused resume, so that its requests end within
     ``--shutdown-timeout``. Without time for them vLLM aborts them, paused or not. Safe to call again."""
-    handle = EngineCoreProc._handle_shutdown
-    if getattr(handle, "__sipipe__", False):
-        return
 
-    @wraps(handle)
-    def handle_shutdown(self: EngineCoreProc) -> Any:
+    @extends(EngineCoreProc, "_handle_shutdown")
+    def handle_shutdown(handle: Any, self: EngineCoreProc) -> Any:
         ending = self.shutdown_state == EngineShutdownState.REQUESTED
         if ending and self.vllm_config.shutdown_timeout and self.is_scheduler_paused():
             _resume(self)
         return handle(self)
-
-    handle_shutdown.__sipipe__ = True  # type: ignore[attr-defined]
-    EngineCoreProc._handle_shutdown = handle_shutdown
 
 
 def _resume(engine: Any) -> None:
@@ -76,12 +71,9 @@ def _resume(engine: Any) -> None:
 def tell_left_over() -> None:
     """Have the end of an ``AsyncLLM`` tell those who still wait for it: :class:`EndedFirstError`, which the
     server answers with 503. Safe to call again."""
-    shutdown = AsyncLLM.shutdown
-    if getattr(shutdown, "__sipipe__", False):
-        return
 
-    @wraps(shutdown)
-    def shutdown_and_tell(self: Any, *args: Any, **kwargs: Any) -> None:
+    @extends(AsyncLLM, "shutdown")
+    def shutdown_and_tell(shutdown: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         handler = getattr(self, "output_handler", None)
         if handler is None or self.errored:  # nobody has asked, or all have been told
             shutdown(self, *args, **kwargs)
@@ -90,6 +82,3 @@ def tell_left_over() -> None:
         loop = handler.get_loop()
         if not loop.is_closed():
             loop.call_soon_threadsafe(self.output_processor.propagate_error, EndedFirstError())
-
-    shutdown_and_tell.__sipipe__ = True  # type: ignore[attr-defined]
-    AsyncLLM.shutdown = shutdown_and_tell

@@ -20,6 +20,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sipipe.errors import EngineDiedError, tell
+from sipipe.extending import extends
 from sipipe.ipc.exit_now import exit_now, no_collections
 from sipipe.ipc.last_word import hold_last_word, last_word, leave_last_word
 from sipipe.ipc.starter import tied
@@ -110,18 +111,13 @@ def watch_ends() -> None:
     balancer.run_coordinator = tied(balancer.run_coordinator)
     process_utils.run_api_server_worker_proc = tied(process_utils.run_api_server_worker_proc)
     engine_utils.CoreEngineProcManager = EngineProcesses
-    begin = EngineDeadError.__init__
-    if getattr(begin, "__sipipe__", False):
-        return
 
-    def begin_with_cause(self: EngineDeadError, *args: Any, **kwargs: Any) -> None:
+    @extends(EngineDeadError, "__init__")
+    def begin_with_cause(begin: Any, self: EngineDeadError, *args: Any, **kwargs: Any) -> None:
         """vLLM's text points to a stack trace above, which clients do not have."""
         begin(self, *args, **kwargs)
         if cause := last_word():
             self.args = (f"the engine has ended: {cause}",)
-
-    begin_with_cause.__sipipe__ = True  # type: ignore[attr-defined]
-    EngineDeadError.__init__ = begin_with_cause
 
 
 def say_cause_last() -> None:

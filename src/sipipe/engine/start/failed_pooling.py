@@ -11,7 +11,6 @@ Who runs here: the event loop's thread of an ``AsyncLLM``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from sipipe.engine.iteration.admission import REFUSED
+from sipipe.extending import extends
 
 WITHOUT_RESULT = (FinishReason.ABORT, FinishReason.ERROR)
 """Ends of a request that has no result."""
@@ -28,19 +28,17 @@ WITHOUT_RESULT = (FinishReason.ABORT, FinishReason.ERROR)
 def tell_failed_pooling() -> None:
     """Have an ``AsyncLLM`` tell pooling requests without a result why they have none. Safe to call
     again."""
-    process = OutputProcessor.process_outputs
-    if getattr(process, "__sipipe__", False):
-        return
 
-    @wraps(process)
+    @extends(OutputProcessor, "process_outputs")
     def process_outputs(
-        self: Any, engine_core_outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any
+        process: Any,
+        self: Any,
+        engine_core_outputs: Sequence[EngineCoreOutput],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         outputs = [output for output in engine_core_outputs if not _is_told(self, output)]
         return process(self, outputs, *args, **kwargs)
-
-    process_outputs.__sipipe__ = True  # type: ignore[attr-defined]
-    OutputProcessor.process_outputs = process_outputs
 
 
 def _is_told(processor: Any, output: EngineCoreOutput) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import wraps
-from logging import getLogger
+from logging import LogRecord, getLogger
 from typing import Any
 
 from vllm.exceptions import GenerationError, VLLMValidationError
@@ -19,6 +18,7 @@ from sipipe.engine.iteration.admission import REFUSED
 from sipipe.engine.scheduling.compilations import INVALID
 from sipipe.engine.start.drain import EndedFirstError, is_ending
 from sipipe.engine.start.sessions import checked_turns, ends_session, is_session
+from sipipe.extending import extends
 from sipipe.ipc.last_word import leave_last_word
 
 
@@ -30,13 +30,10 @@ def tell_clients_why() -> None:
     client's error (status 400), as vLLM 0.33 has it, and so is what the engine refuses. Safe to call
     again.
     """
-    generate = AsyncLLM.generate
-    if getattr(generate, "__sipipe__", False):
-        return
 
-    @wraps(generate)
+    @extends(AsyncLLM, "generate")
     async def generate_or_raise(
-        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+        generate: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         session = is_session(prompt)
         if session:
@@ -61,12 +58,12 @@ def tell_clients_why() -> None:
                 leave_last_word(reason)
             raise EngineGenerateError(reason) from error.__cause__
 
-    # That the engine is gone has been said, or was meant, and the traceback is nobody's fault.
-    getLogger(AsyncLLM.__module__).addFilter(
-        lambda record: "EngineDeadError" not in str(record.exc_info)
-    )
-    generate_or_raise.__sipipe__ = True  # type: ignore[attr-defined]
-    AsyncLLM.generate = generate_or_raise
+    getLogger(AsyncLLM.__module__).addFilter(_is_news)
+
+
+def _is_news(record: LogRecord) -> bool:
+    """False: that the engine is gone, which has been said, or was meant; its traceback is nobody's fault."""
+    return "EngineDeadError" not in str(record.exc_info)
 
 
 def _raise_failure(client: Any, sequence: Any, begun: bool) -> None:

@@ -16,7 +16,6 @@ Who runs here: the event loop's thread of an ``AsyncLLM``, or the thread that ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
 from typing import Any
 
 from vllm import envs
@@ -26,36 +25,34 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from sipipe.extending import extends
+
 
 def check_new_requests() -> None:
     """Have both of vLLM's front ends check new requests. Safe to call again."""
     _check_prompts_rows()
-    if getattr(AsyncLLM.add_request, "__sipipe__", False):
-        return
-    add_async = AsyncLLM.add_request
-    add = LLMEngine.add_request
 
-    @wraps(add_async)
+    @extends(AsyncLLM, "add_request")
     async def add_request_async(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        add: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(prompt, EngineCoreRequest):
             request_id = prompt.request_id
             _check_ready(self, prompt, await self.get_supported_tasks())
         if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-            return await add_async(self, request_id, prompt, params, *args, **kwargs)
+            return await add(self, request_id, prompt, params, *args, **kwargs)
         # vLLM knows the id once the prompt is tokenized; another request may come before that.
         coming = self.__dict__.setdefault("_sipipe_coming_ids", set())
         _check_id(self, request_id, coming)
         coming.add(request_id)
         try:
-            return await add_async(self, request_id, prompt, params, *args, **kwargs)
+            return await add(self, request_id, prompt, params, *args, **kwargs)
         finally:
             coming.discard(request_id)
 
-    @wraps(add)
+    @extends(LLMEngine, "add_request")
     def add_request(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        add: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(prompt, EngineCoreRequest):
             request_id = prompt.request_id
@@ -64,26 +61,16 @@ def check_new_requests() -> None:
             _check_id(self, request_id, set())
         return add(self, request_id, prompt, params, *args, **kwargs)
 
-    add_request_async.__sipipe__ = True  # type: ignore[attr-defined]
-    AsyncLLM.add_request = add_request_async
-    LLMEngine.add_request = add_request
-
 
 def _check_prompts_rows() -> None:
     """Have vLLM's check of a prompt's length and tokens look for each token's row in the model too."""
-    validate = InputProcessor._validate_model_input
-    if getattr(validate, "__sipipe__", False):
-        return
 
-    @wraps(validate)
-    def validate_model_input(self: Any, prompt_input: Any, prompt_type: str) -> None:
+    @extends(InputProcessor, "_validate_model_input")
+    def validate_model_input(validate: Any, self: Any, prompt_input: Any, prompt_type: str) -> None:
         validate(self, prompt_input, prompt_type)
         # Tokens that stand for images may be behind the vocabulary: no row is looked up for them.
         if prompt_input["type"] == "token":
             _check_rows(self, prompt_input["prompt_token_ids"])
-
-    validate_model_input.__sipipe__ = True  # type: ignore[attr-defined]
-    InputProcessor._validate_model_input = validate_model_input
 
 
 def _check_id(engine: Any, request_id: str, coming: set[str]) -> None:

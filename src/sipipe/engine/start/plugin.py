@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from importlib.util import find_spec
 from logging import getLogger
 from multiprocessing import current_process, parent_process
@@ -21,6 +21,7 @@ from unittest.mock import patch
 from sipipe.engine.start.refusals import checked, in_one_line, is_vllms_command
 from sipipe.environment import check_environment
 from sipipe.errors import ConfigError
+from sipipe.extending import extends
 from sipipe.start_log import leave_out_what_is_wrong
 from sipipe.versions import require_vllm
 
@@ -35,44 +36,34 @@ announced = False
 
 def register() -> None:
     """Put SiPipe's parts into vLLM's ``EngineArgs``. vLLM calls this, maybe several times in a process."""
-    from vllm.engine import arg_utils
+    from vllm.engine.arg_utils import EngineArgs
 
-    create = arg_utils.EngineArgs.create_engine_config
-    if getattr(create, "__sipipe__", False):
-        return
-    begin = arg_utils.EngineArgs.__post_init__
-    convert = arg_utils.EngineArgs.from_cli_args.__func__
-    arg_utils.EngineArgs.create_engine_config = _creating(create)
-    arg_utils.EngineArgs.__post_init__ = _beginning(begin)
-    arg_utils.EngineArgs.from_cli_args = classmethod(_converting(convert))
+    extends(EngineArgs, "create_engine_config")(_create)
+    extends(EngineArgs, "__post_init__")(_begin)
+    extends(EngineArgs, "from_cli_args")(_convert)
 
 
-def _creating(create: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``create`` of an engine's configuration, which is SiPipe's for an engine with its executor:
-    checked, and decided on (:func:`sipipe.engine.setup.decide.decide`)."""
+def _create(create: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
+    """Create the configuration of an engine; for one with SiPipe's executor it is checked, and decided on
+    (:func:`sipipe.engine.setup.decide.decide`)."""
     from sipipe.config import STEPS_ASIDE
     from sipipe.engine.children.forking import fork_of_vllms
     from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
 
-    @wraps(create)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with in_one_line():
-            if not asks_for_sipipe(self.distributed_executor_backend):
-                return create(self, *args, **kwargs)
-            if steps_aside(self):
-                if current_process().name == "MainProcess":  # API servers make it again
-                    getLogger("vllm.sipipe").info("SiPipe: %s", STEPS_ASIDE)
-                leave_sipipe_out(self)
-                return create(self, *args, **kwargs)
-            if is_vllms_command() and sys.argv[1:2] == ["serve"]:
-                fork_of_vllms()
-            stages_option = "-pp" if is_vllms_command() else "pipeline_parallel_size"
-            vllm_config = engine_config(self, *args, stages=stages_option, **kwargs)
-            _decide(vllm_config)
-            return vllm_config
-
-    create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
-    return create_engine_config
+    with in_one_line():
+        if not asks_for_sipipe(arguments.distributed_executor_backend):
+            return create(arguments, *args, **kwargs)
+        if steps_aside(arguments):
+            if current_process().name == "MainProcess":  # API servers make it again
+                getLogger("vllm.sipipe").info("SiPipe: %s", STEPS_ASIDE)
+            leave_sipipe_out(arguments)
+            return create(arguments, *args, **kwargs)
+        if is_vllms_command() and sys.argv[1:2] == ["serve"]:
+            fork_of_vllms()
+        stages_option = "-pp" if is_vllms_command() else "pipeline_parallel_size"
+        vllm_config = engine_config(arguments, *args, stages=stages_option, **kwargs)
+        _decide(vllm_config)
+        return vllm_config
 
 
 def _decide(vllm_config: Any) -> None:
@@ -95,45 +86,37 @@ def _decide(vllm_config: Any) -> None:
         vllm_config.cache_config.kv_cache_memory_bytes = setup.kv_bytes
 
 
-def _beginning(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``begin`` of ``EngineArgs``, after checks of the environment, and of the model where vLLM
-    looks for it so early."""
+def _begin(begin: Callable[..., Any], arguments: Any) -> None:
+    """Complete new engine arguments, after checks of the environment, and of the model where vLLM looks
+    for it so early."""
     from huggingface_hub import constants
 
     from sipipe.engine.setup.checkpoint import check_model
 
-    @wraps(begin)
-    def post_init(self: Any) -> None:
-        with in_one_line():
-            ours = asks_for_sipipe(self.distributed_executor_backend)
-            if ours:
-                check_environment()  # every door makes these arguments first
-            if not (constants.HF_HUB_OFFLINE and ours):
-                begin(self)
-                return
-            check_model(self.model)
-            checked(partial(begin, self), self.model)  # offline, vLLM looks for it here
-
-    return post_init
+    with in_one_line():
+        ours = asks_for_sipipe(arguments.distributed_executor_backend)
+        if ours:
+            check_environment()  # every door makes these arguments first
+        if not (constants.HF_HUB_OFFLINE and ours):
+            begin(arguments)
+            return
+        check_model(arguments.model)
+        checked(partial(begin, arguments), arguments.model)  # offline, vLLM looks for it here
 
 
-def _converting(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``convert`` of parsed arguments, after checks of what the server meets half a minute later."""
+def _convert(convert: Callable[..., Any], cls: type, args: Any) -> Any:
+    """Convert parsed arguments, after checks of what the server meets half a minute later."""
     from sipipe.engine.setup.checkpoint import check_path
     from sipipe.engine.start.late_values import check_server
 
-    @wraps(convert)
-    def from_cli_args(cls: type, args: Any) -> Any:
-        with in_one_line():
-            if asks_for_sipipe(getattr(args, "distributed_executor_backend", None)):
-                for adapter in getattr(args, "lora_modules", None) or ():
-                    # vLLM looks when the engine has started.
-                    path = os.path.expanduser(adapter.path)
-                    check_path(path, f"--lora-modules {adapter.name}")
-                check_server(args)
-        return convert(cls, args)
-
-    return from_cli_args
+    with in_one_line():
+        if asks_for_sipipe(getattr(args, "distributed_executor_backend", None)):
+            for adapter in getattr(args, "lora_modules", None) or ():
+                # vLLM looks when the engine has started.
+                path = os.path.expanduser(adapter.path)
+                check_path(path, f"--lora-modules {adapter.name}")
+            check_server(args)
+    return convert(cls, args)
 
 
 def asks_for_sipipe(backend: Any) -> bool:

@@ -7,8 +7,9 @@ bytes behind it as if they were drawn.
 """
 
 from collections.abc import Sequence
-from functools import wraps
 from typing import Any
+
+from sipipe.extending import extends
 
 REPLACEMENT = "\ufffd"
 """Character that a tokenizer writes for bytes that are no whole character."""
@@ -24,12 +25,8 @@ def keep_prompts_text_out() -> None:
     """Have vLLM's detokenizer, in this process, begin behind a prompt's last whole character."""
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-    begin = FastIncrementalDetokenizer.__init__
-    if getattr(begin, "__sipipe__", False):
-        return
-
-    @wraps(begin)
-    def begin_behind_text(self: Any, tokenizer: Any, request: Any) -> None:
+    @extends(FastIncrementalDetokenizer, "__init__")
+    def begin_behind_text(begin: Any, self: Any, tokenizer: Any, request: Any) -> None:
         begin(self, tokenizer, request)
         prompt = request.prompt_token_ids or []
         cut = tokens_behind_text(self.tokenizer, prompt, self.skip_special_tokens)
@@ -40,9 +37,6 @@ def keep_prompts_text_out() -> None:
         self.stream = type(self.stream)(ids=text_ids, skip_special_tokens=self.skip_special_tokens)
         for token in byte_ids:
             self._protected_step(token)
-
-    begin_behind_text.__sipipe__ = True  # type: ignore[attr-defined]
-    FastIncrementalDetokenizer.__init__ = begin_behind_text
 
 
 def tokens_behind_text(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> int:

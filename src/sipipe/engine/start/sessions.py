@@ -6,10 +6,11 @@ Who runs here: the event loop of an API server or of a program that has an ``Asy
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from functools import wraps
 from typing import Any
 
 from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from sipipe.extending import extends
 
 FROM_THE_FIRST_TURN = ("logprobs", "detokenize")
 """Parameters that vLLM's output processor reads from a session's first turn alone. If a later turn has
@@ -78,16 +79,9 @@ def end_turns_with_their_session() -> None:
     """Have an ``AsyncLLM`` collect a session's outputs in :class:`SessionOutputs`. Safe to call again."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    add = AsyncLLM._add_streaming_input_request
-    if getattr(add, "__sipipe__", False):
-        return
-
-    @wraps(add)
-    async def add_session(self: Any, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+    @extends(AsyncLLM, "_add_streaming_input_request")
+    async def add_session(add: Any, self: Any, *args: Any, **kwargs: Any) -> RequestOutputCollector:
         collector: RequestOutputCollector = await add(self, *args, **kwargs)
         # vLLM makes the object, and its task has it already; that has not run yet.
         collector.__class__ = SessionOutputs
         return collector
-
-    add_session.__sipipe__ = True  # type: ignore[attr-defined]
-    AsyncLLM._add_streaming_input_request = add_session

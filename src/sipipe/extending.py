@@ -1,0 +1,43 @@
+"""Extensions of vLLM's methods where vLLM has no place for them: one of ours around each.
+
+docs/upstream.md lists them all, with what would make each unnecessary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+MARK = "__sipipe__"
+"""Attribute of a method that has been extended."""
+
+
+def extends(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that is called in the place of a method, with that method before its arguments.
+
+    A method is extended once in a process, by the first function: vLLM may call its plugins several
+    times.
+
+    Args:
+        owner: the class that has the method, or inherits it.
+        name: the method's name. A class method stays one.
+    """
+
+    def put(extension: Callable[..., Any]) -> Callable[..., Any]:
+        attribute = inspect.getattr_static(owner, name)
+        of_class = isinstance(attribute, classmethod)
+        method = attribute.__func__ if of_class else attribute
+        if getattr(method, MARK, False):
+            return extension
+
+        @wraps(method)
+        def extended(*args: Any, **kwargs: Any) -> Any:
+            return extension(method, *args, **kwargs)
+
+        setattr(extended, MARK, True)
+        setattr(owner, name, classmethod(extended) if of_class else extended)
+        return extension
+
+    return put
