@@ -2,6 +2,7 @@
 
 import queue
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -226,6 +227,23 @@ def wait_for(told, kind):
     return message
 
 
+def the_agent(main):
+    """The agent of a host with one stage of two."""
+    setup = SimpleNamespace(
+        config=SiPipeConfig(),
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(model="m"),
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+        ),
+        stages=2,
+        ranks=1,
+        slots=3,
+        host_stages=[1],
+        cores=SimpleNamespace(samplers=[()]),
+    )
+    return agent.Agent(setup, say.Plan(setup=b"", samplers=1, run="a run"), 0, main)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_forwarded_last_needs_no_figures(monkeypatch, late):
     """A sampler's end, read when the page of figures has been closed."""
@@ -242,20 +260,7 @@ def test_what_is_forwarded_last_needs_no_figures(monkeypatch, late):
     main = MainHost(script())
     monkeypatch.setattr(agent, "LocalHost", lambda *_: Mock(start=lambda: [ours]))
     monkeypatch.setattr(agent.signal, "signal", lambda *_: None)
-    setup = SimpleNamespace(
-        config=SiPipeConfig(),
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(model="m"),
-            parallel_config=SimpleNamespace(data_parallel_index=0),
-        ),
-        stages=2,
-        ranks=1,
-        slots=3,
-        host_stages=[1],
-        cores=SimpleNamespace(samplers=[()]),
-    )
-    plan = say.Plan(setup=b"", samplers=1, run="a run")
-    assert agent.Agent(setup, plan, 0, main).run() == 0
+    assert the_agent(main).run() == 0
     theirs.close()
     deadline = time.monotonic() + BOUND
     while ours.fileno() != -1:
@@ -263,3 +268,22 @@ def test_what_is_forwarded_last_needs_no_figures(monkeypatch, late):
         time.sleep(0.01)
     while not main.told.empty():
         assert not isinstance(main.told.get(), say.Tokens)
+
+
+@pytest.mark.parametrize("why", ["a worker died", "", None])
+def test_the_last_line_comes_behind_what_workers_say(monkeypatch, capsys, why):
+    """A worker may lose its link at the moment in which the engine ends, and log that."""
+
+    def script():
+        yield say.Start()
+        if why is None:
+            raise PeerDiedError("the main host died")
+        yield say.End(why)
+
+    host = Mock(start=list, close=lambda: print("a traceback", file=sys.stderr))
+    monkeypatch.setattr(agent, "LocalHost", lambda *_: host)
+    monkeypatch.setattr(agent.signal, "signal", lambda *_: None)
+    assert the_agent(MainHost(script())).run() == (0 if why == "" else 1)
+    *_, behind, last = capsys.readouterr().err.splitlines()
+    assert behind == "a traceback"
+    assert last.endswith(why or ("the engine ended" if why == "" else "this host's stages end"))

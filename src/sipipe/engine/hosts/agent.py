@@ -215,31 +215,38 @@ class Agent:
             threading.Thread(target=target, name="SiPipeAgent", daemon=True).start()
         status = 1
         reason = "its agent failed"
+        last_line = ""
         try:
             while (parts := self._connection.receive(None)) is not None:
                 message = whole(parts)
                 if isinstance(message, say.End):
                     reason = message.why
-                    tell(f"the engine ended{': ' + reason if reason else ''}")
+                    last_line = f"the engine ended{': ' + reason if reason else ''}"
                     status = 1 if reason else 0
                     break
                 self._take(message)
         except PeerDiedError as error:
-            tell(f"{error}; this host's stages end")
+            last_line = f"{error}; this host's stages end"
         except SystemExit:
             reason = "it was told to (SIGTERM, SIGINT, or the end of its Ray actor)"
             status = 143
         except Exception as error:
             reason = str(error)
-            tell(f"this host's stages end: {reason}")
+            last_line = f"this host's stages end: {reason}"
         finally:
             self._ended.set()
-            self._host.expect_end()
-            self._send(say.End(reason))
-            self._host.fail(RuntimeError("the engine ended"))
-            self._host.close()
-            self._connection.close()
-            self._figures.close()
+            try:
+                self._host.expect_end()
+                self._send(say.End(reason))
+                self._host.fail(RuntimeError("the engine ended"))
+                self._host.close()
+                self._connection.close()
+                self._figures.close()
+            finally:
+                if last_line:
+                    # Behind whatever the workers say: one that loses its link at the same moment
+                    # logs a traceback.
+                    tell(last_line)
         return status
 
     def _take(self, message: object) -> None:
