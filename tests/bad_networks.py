@@ -1,8 +1,9 @@
-"""Bad networks between two hosts (:mod:`tests.hosts`): slow, with losses, or one that holds everything."""
+"""Bad networks between two hosts (:mod:`tests.hosts`): slow, with losses, held, or gone for a while."""
 
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -59,15 +60,35 @@ def _queues(hosts: Sequence[Host], queue: tuple[str, ...]) -> Iterator[None]:
 
 @contextmanager
 def held_network(hosts: Sequence[Host], seconds: float) -> Iterator[None]:
-    """All packets are dropped, in both directions, for so many seconds; then the body runs.
+    """All packets are dropped, in both directions, for so many seconds; then the body runs."""
+    begin = "tc qdisc add dev wire root blackhole"
+    with for_seconds(hosts, seconds, begin, "tc qdisc del dev wire root"):
+        yield
+
+
+@contextmanager
+def cable_out(hosts: Sequence[Host], seconds: float, times: int = 1) -> Iterator[None]:
+    """The network devices of all hosts are down for so many seconds, and no host has a route to another;
+    some times, with 5 s between them. Then the body runs."""
+    for number in range(times):
+        if number:
+            time.sleep(5)
+        with for_seconds(hosts, seconds, "ip link set wire down", "ip link set wire up"):
+            pass
+    yield
+
+
+@contextmanager
+def for_seconds(hosts: Sequence[Host], seconds: float, begin: str, end: str) -> Iterator[None]:
+    """Run the command ``begin`` on all hosts, and ``end`` so many seconds later; then the body runs.
 
     At the highest priority: on a busy machine what is to last 2 s would last for 4, after which the
     network counts as lost.
     """
-    begin, end = (
+    all_begin, all_end = (
         "; ".join(f"nsenter -t {host.pid} -n {command}" for host in hosts)
-        for command in ("tc qdisc add dev wire root blackhole", "tc qdisc del dev wire root")
+        for command in (begin, end)
     )
-    script = f"{begin}; sleep {seconds}; {end}"
+    script = f"{all_begin}; sleep {seconds}; {all_end}"
     subprocess.run(["nice", "-n", "-20", "sh", "-ec", script], check=True)
     yield

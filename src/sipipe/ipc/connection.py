@@ -10,7 +10,8 @@ Guarantees
     peer that ends, is stopped, or cannot be reached any more is noticed, also by a process that
     waits for something else: at once if its process ended, after ``NETWORK_MS`` and a second if the
     network is gone (which the kernel sees, however busy the processes are), after ``SILENCE_MS``
-    and a second if its process is stopped; what it sent has been received by then.
+    and a second if its process is stopped; what it sent has been received by then. A network that
+    comes back earlier loses nothing, however often it goes.
     Nothing is received before its sender is met, so that it can be answered.
     One peer is met, once: a connection that was lost is not made again, and whoever else comes to
     the port is heard by nobody, not by ZeroMQ either (:func:`.tcp.deafen`). Before that a stranger
@@ -42,7 +43,7 @@ from sipipe.ipc import frames
 from sipipe.ipc.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.frames import Place
 from sipipe.ipc.secret import private_keys, read_secret
-from sipipe.ipc.tcp import deafen, listen, what_was_seen
+from sipipe.ipc.tcp import Unacknowledged, deafen, listen, what_was_seen
 
 HEARTBEAT_MS = 1000
 """Milliseconds between two heartbeats on an idle connection."""
@@ -50,6 +51,8 @@ SILENCE_MS = 10_000
 """Milliseconds without a word of the peer after which it is lost. Its machine may still answer."""
 NETWORK_MS = 4000
 """Milliseconds after which a peer is lost whose kernel has acknowledged nothing of what was sent."""
+LOOK_MS = 500
+"""Milliseconds between two looks at what is unacknowledged."""
 HANDSHAKE_MS = 3000
 """Milliseconds that a handshake may take."""
 _LINGER_MS = 1000
@@ -124,7 +127,7 @@ class Connection:
         """True once the peer is lost, or this end was interrupted or closed."""
         self._closed = False
         """True once this end is closed. Written under ``_turn``."""
-        self._peers: dict[int, socket.socket] = {}
+        self._peers: dict[int, Unacknowledged] = {}
         """Copies of the sockets by which the peer may have come, by descriptor. They show the kernel's
         view of a connection that ZeroMQ closes before it says so. ZeroMQ does not say by which socket
         the peer came; a stranger's is closed within the handshake's bound, and the last is the
@@ -137,7 +140,6 @@ class Connection:
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
             zmq.HEARTBEAT_TTL: SILENCE_MS,
-            zmq.TCP_MAXRT: NETWORK_MS,
             zmq.CONNECT_TIMEOUT: HANDSHAKE_MS,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.RECONNECT_IVL: _NEVER_MS,
@@ -245,7 +247,7 @@ class Connection:
             self._socket.disable_monitor()
         self._thread.join()  # wait: none; it hears that its monitor has stopped
         for peer in self._peers.values():
-            peer.close()
+            peer.connection.close()
         if not self._met or self._loss:  # nobody is there to take what was sent
             self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.close()
@@ -343,7 +345,8 @@ class Connection:
     def _see_disconnected(self, descriptor: int) -> None:
         """Close the copy of a connection that has ended; with the last one the peer is lost."""
         loss = "it closed the connection"
-        with self._peers.pop(descriptor) as peer, suppress(OSError):  # no TCP connection any more
+        peer = self._peers.pop(descriptor).connection
+        with peer, suppress(OSError):  # no TCP connection any more
             loss = what_was_seen(peer, HEARTBEAT_MS / 1e3)
         if not self._peers:
             self._lose(loss)
@@ -351,12 +354,23 @@ class Connection:
     def _news(self) -> Iterator[tuple[int, int]]:
         """ZeroMQ's events, each with its value, until its monitor stops."""
         while True:
-            # wait: none; what ZeroMQ says next, `close`
+            # wait: 0.5 s (`LOOK_MS`) once the peer is there, none before; what ZeroMQ says next, `close`
+            if not self._monitor.poll(LOOK_MS if self._peers else None):
+                self._look_at_network()
+                continue
             news = recv_monitor_message(self._monitor)
             if news["event"] == zmq.EVENT_MONITOR_STOPPED:
                 self._monitor.close()
                 return
             yield news["event"], news["value"]
+
+    def _look_at_network(self) -> None:
+        """End connections of which the peer's machine has acknowledged nothing for :data:`NETWORK_MS`. ZeroMQ
+        then says that they are gone."""
+        for peer in self._peers.values():
+            with suppress(OSError):  # it has ended: ZeroMQ says so next
+                if peer.seconds() >= NETWORK_MS / 1e3:
+                    peer.abort()
 
     def _refuse(self) -> None:
         """Say to who waits for the peer that a handshake has failed."""
@@ -379,7 +393,7 @@ class Connection:
         """The peer is there: take no other, and let messages pass. It came by one of ``opened``."""
         for descriptor in opened:
             with suppress(OSError):  # closed already
-                self._peers[descriptor] = socket.socket(fileno=os.dup(descriptor))
+                self._peers[descriptor] = Unacknowledged(socket.socket(fileno=os.dup(descriptor)))
         if self._listener is not None:
             deafen(self._listener)
         with self._turn:

@@ -207,6 +207,45 @@ def waiting_connections(listener: socket.socket) -> int:
     return int(waiting)
 
 
+class Unacknowledged:
+    """A connection, and how long the peer's machine has acknowledged nothing of what was sent.
+
+    It has to be looked at again and again. A look that comes late, as on a busy machine, counts nothing
+    for the time before it: the kernel says when the last acknowledgement came.
+
+    Rejected: ``TCP_USER_TIMEOUT`` (ZeroMQ's ``TCP_MAXRT``). Where a segment cannot leave this host, as
+    while a cable is out, Linux (6.18) notes the time, and does not always forget it when the segment has
+    gone. The next such moment, hours later, then counts from the first one, and ends the connection at
+    once.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._since: float | None = None
+        """Time of the first of the looks in a row that found nothing new acknowledged; None: the last
+        look found nothing that is to be acknowledged."""
+
+    def seconds(self) -> float:
+        """Look, and return the seconds. Raises OSError: it is no TCP connection any more."""
+        # `struct tcp_info`: segments on their way, milliseconds since an acknowledgement came, and
+        # bytes that have not left.
+        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
+        sent, acknowledged_ms, unsent = struct.unpack("=24xI28xI84xI", info.ljust(148, b"\0"))
+        now = time.monotonic()
+        if not sent and not unsent:
+            self._since = None
+            return 0.0
+        if self._since is None or now - acknowledged_ms / 1e3 > self._since:
+            self._since = now
+        return now - self._since
+
+    def abort(self) -> None:
+        """End the connection, and forget what was sent. Raises OSError: it has ended."""
+        never_lingers = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, never_lingers)
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
 def what_was_seen(connection: socket.socket, heartbeat: float) -> str:
     """The way in which ``connection`` ended, as a clause. Something came on it every ``heartbeat``
     seconds while it lived."""
