@@ -42,7 +42,7 @@ from zmq.utils.monitor import recv_monitor_message
 from sipipe.ipc import frames
 from sipipe.ipc.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.frames import Place
-from sipipe.ipc.secret import private_keys, read_secret
+from sipipe.ipc.secret import USER, curve_options, plain_options
 from sipipe.ipc.tcp import Unacknowledged, deafen, listen, what_was_seen
 
 HEARTBEAT_MS = 1000
@@ -63,31 +63,11 @@ _REFUSALS = 3
 """Handshakes that the peer may refuse: one may be by an engine that is ending and has the same port."""
 _NEVER_MS = 24 * 3600 * 1000
 """Milliseconds until ZeroMQ itself connects again: longer than an attempt lives."""
-_USER = "sipipe"
 _STRANGE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSED = _STRANGE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _FAILED = _REFUSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
 _EVENTS = _OPENED | _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
-
-
-def _curve(listens: bool) -> dict[int, int | bytes]:
-    """ZeroMQ's options for an encrypted connection between two ends with the secret."""
-    listener, connector = private_keys(read_secret())
-    if listens:
-        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: listener}
-    return {
-        zmq.CURVE_SERVERKEY: zmq.curve_public(listener),
-        zmq.CURVE_PUBLICKEY: zmq.curve_public(connector),
-        zmq.CURVE_SECRETKEY: connector,
-    }
-
-
-def _plain(token: str, listens: bool) -> dict[int, int | bytes]:
-    """ZeroMQ's options for a connection between two ends with ``token``."""
-    if listens:
-        return {zmq.PLAIN_SERVER: 1}
-    return {zmq.PLAIN_USERNAME: _USER.encode(), zmq.PLAIN_PASSWORD: token.encode()}
 
 
 class Connection:
@@ -145,7 +125,9 @@ class Connection:
             zmq.RECONNECT_IVL: _NEVER_MS,
             zmq.MAXMSGSIZE: frames.MOST_BYTES,
         }
-        self._options = options | (_plain(token, listens) if token else _curve(listens))
+        self._options = options | (
+            plain_options(token, listens) if token else curve_options(listens)
+        )
         self._where = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         self._listener = listen(address, port) if listens else None
         self._context = zmq.Context()
@@ -156,7 +138,7 @@ class Connection:
         if token and listens:
             self._door = ThreadAuthenticator(self._context)
             self._door.start()
-            self._door.configure_plain("*", {_USER: token})
+            self._door.configure_plain("*", {USER: token})
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -354,10 +336,11 @@ class Connection:
     def _news(self) -> Iterator[tuple[int, int]]:
         """ZeroMQ's events, each with its value, until its monitor stops."""
         while True:
-            # wait: 0.5 s (`LOOK_MS`) once the peer is there, none before; what ZeroMQ says next, `close`
+            # wait: 0.5 s (`LOOK_MS`) once the peer is there, none before; what ZeroMQ says, `close`
             if not self._monitor.poll(LOOK_MS if self._peers else None):
                 self._look_at_network()
                 continue
+            # wait: none; the event is there
             news = recv_monitor_message(self._monitor)
             if news["event"] == zmq.EVENT_MONITOR_STOPPED:
                 self._monitor.close()

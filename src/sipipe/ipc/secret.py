@@ -17,12 +17,15 @@ import hashlib
 import os
 from pathlib import Path
 
+import zmq
 from zmq.utils import z85
 
 from sipipe.errors import ConfigError
 
 SECRET = "SIPIPE_SECRET"
 SECRET_FILE = "SIPIPE_SECRET_FILE"
+USER = "sipipe"
+"""Name of the user whose password is a token."""
 _LEAST = 16
 """Characters that a secret has at least."""
 
@@ -64,3 +67,22 @@ def private_keys(secret: bytes) -> tuple[bytes, bytes]:
         return z85.encode(hashlib.scrypt(secret, salt=end, n=1 << 14, r=8, p=1, dklen=32))
 
     return key_of(b"sipipe listener 1"), key_of(b"sipipe connector 1")
+
+
+def curve_options(listens: bool) -> dict[int, int | bytes]:
+    """ZeroMQ's options for an encrypted connection between two ends with the secret."""
+    listener, connector = private_keys(read_secret())
+    if listens:
+        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: listener}
+    return {
+        zmq.CURVE_SERVERKEY: zmq.curve_public(listener),
+        zmq.CURVE_PUBLICKEY: zmq.curve_public(connector),
+        zmq.CURVE_SECRETKEY: connector,
+    }
+
+
+def plain_options(token: str, listens: bool) -> dict[int, int | bytes]:
+    """ZeroMQ's options for a connection between two ends with ``token``."""
+    if listens:
+        return {zmq.PLAIN_SERVER: 1}
+    return {zmq.PLAIN_USERNAME: USER.encode(), zmq.PLAIN_PASSWORD: token.encode()}
