@@ -1,11 +1,13 @@
 """Logits: shapes, several writers, restarted samplers."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sipipe.errors import StallError
+from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.ring import ends
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 from sipipe.ipc.ring.ring import Ring
@@ -232,3 +234,55 @@ def test_a_restarted_sampler_is_not_misled_by_an_old_count(make, monkeypatch):
         patch.setattr(Ring, "published", lambda _ring, _rank: next(counts))
         again = make.attach(owner)
     assert [again.receive().iteration for _ in range(2)] == [5, 6]
+
+
+def test_a_restarted_sampler_that_finds_nothing_holds_the_place_that_it_will_read(make):
+    """No rank goes on before it has read, as with a sampler that has been there from the beginning."""
+    owner, (writer,), (reader,) = make(entries=4)
+    again = make.restart(owner, reader)
+    for iteration in range(2):
+        put(writer, iteration, 0)
+    with pytest.raises(StallError, match="that s should have left"):
+        put(writer, 2, 0.02)
+    assert [again.receive().iteration for _ in range(2)] == [0, 1]
+    put(writer, 2, 1)
+
+
+def test_a_sampler_that_is_removed_while_it_joins_is_told(make, monkeypatch):
+    owner, (first, second), (reader,) = make(entries=4, ranks=2)
+    crash(reader)
+    owner.remove_reader("s")
+    owner.add_reader("s")
+    for iteration in range(4):
+        put(first, iteration, 0)  # of the second rank there is nothing
+
+    def end_of_the_wait(_seconds):
+        for iteration in range(4):
+            put(second, iteration, 0)
+        owner.remove_reader("s")
+
+    monkeypatch.setattr(ends.time, "sleep", end_of_the_wait)
+    with pytest.raises(ChannelClosed, match="was removed"):
+        make.attach(owner)
+
+
+def test_a_sampler_whose_name_has_been_declared_anew_is_let_go(make):
+    owner, (writer,), (reader,) = make()
+    owner.remove_reader("s")
+    owner.add_reader("s")
+    put(writer, 0)
+    with pytest.raises(ChannelClosed, match="was removed"):
+        reader.receive()
+
+
+def test_the_end_of_the_owner_ends_the_samplers_and_frees_the_memory(make):
+    owner, (writer,), (reader,) = make()
+    put(writer, 0)
+    memory = Path(owner.endpoint.ring.memory.path)
+    assert memory.exists()
+    owner.close()
+    assert not memory.exists()
+    crash(writer)  # it has not said that no more comes
+    assert reader.receive().iteration == 0
+    with pytest.raises(ChannelClosed):
+        reader.receive()
