@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.observed_scheduler import ObservedScheduler, observed
+from sipipe.engine.iteration.wrong_blocks import WrongBlocksScheduler
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.observe.live import Word
 
@@ -99,9 +100,10 @@ def test_an_engine_with_the_configuration_of_one_before_has_its_own_class():
     assert (first.tracker, again.tracker) == (3, 4)
 
 
-def test_the_mixin_covers_nothing_of_a_scheduler_unintended():
-    """Its own names are none of our scheduler's, nor of vLLM's."""
-    own = {name for name in vars(ObservedScheduler) if not name.startswith("__")}
+def test_the_mixins_cover_nothing_of_a_scheduler_unintended():
+    """Their own names are none of our scheduler's, nor of vLLM's."""
+    mixins = (ObservedScheduler, WrongBlocksScheduler)
+    own = {name for mixin in mixins for name in vars(mixin) if not name.startswith("__")}
     assert own & set(dir(PipelineScheduler)) == {
         "add_request",
         "schedule",

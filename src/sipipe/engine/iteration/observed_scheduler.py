@@ -2,15 +2,13 @@
 phases for the trace, the failure of single requests, their order of arrival; for its own also the
 stage times by which it decides how many microbatches to form."""
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from vllm import outputs
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
@@ -21,10 +19,9 @@ from sipipe.engine.iteration.admission import refusal_of_sampler
 from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
-from sipipe.engine.iteration.kv_loads import KVLoads
 from sipipe.engine.iteration.requests import RequestTracker
-from sipipe.engine.iteration.session_scheduler import SessionScheduler
 from sipipe.engine.iteration.telemetry import Telemetry
+from sipipe.engine.iteration.wrong_blocks import WrongBlocksScheduler
 from sipipe.engine.scheduling.compilations import (
     INVALID,
     Compilations,
@@ -46,7 +43,7 @@ NOTHING_LEFT = "no token is left to sample"
 """Beginning of a sampler's message that every logit is masked (:mod:`sipipe.sampler.result`)."""
 
 
-class ObservedScheduler(SessionScheduler):
+class ObservedScheduler(WrongBlocksScheduler):
     """Mixin; use :func:`observed`. Runs on the engine's thread only."""
 
     iterations: Iterations
@@ -78,11 +75,6 @@ class ObservedScheduler(SessionScheduler):
             self._compilations = compile_beside(manager, self.vllm_config)
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
-        self._kv_loads: KVLoads | None = None
-        connector = getattr(self, "connector", None)
-        if connector is not None:
-            groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
-            self._kv_loads = KVLoads(connector, block_size=self.block_size, groups=groups)  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -102,8 +94,6 @@ class ObservedScheduler(SessionScheduler):
         if self._compilations is not None:
             self._compilations.sweep()
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        if self._kv_loads is not None:
-            output.kv_loads = self._kv_loads.take()
         if output.total_num_scheduled_tokens:
             scheduled = Scheduled(output=output, began_ns=began, ended_ns=time.monotonic_ns())
             if isinstance(self, PipelineScheduler):
@@ -136,8 +126,8 @@ class ObservedScheduler(SessionScheduler):
                 logger.error("request %s fails: %s", request_id, reason)
             self.grammar_compile_error_reqs.update(_failed(failing))  # type: ignore[attr-defined]
         if errors or (iteration is not None and iteration.outcome.tainted):
-            self._clear_blocks()
-        wrong = self._blocks_of(name for name, why in failing.items() if NAN in why)
+            self.clear_blocks()
+        wrong = self.blocks_of(name for name, why in failing.items() if NAN in why)
         began = time.monotonic_ns()
         if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
             self._watching(None, self._time_first_tokens, model_runner_output)
@@ -192,96 +182,6 @@ class ObservedScheduler(SessionScheduler):
             if structured is not None and isinstance(structured.grammar, Exception):
                 reasons[request_id] = f"{INVALID}{structured.grammar}"
         return reasons
-
-    def _handle_invalid_blocks(
-        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
-    ) -> set[str]:
-        """vLLM's answer to blocks that were not loaded: requests whose output is left out.
-
-        A running request that is to be computed anew begins anew, as after a preemption. vLLM would
-        go on with it in place; its token of this iteration is drawn and known to the samplers.
-        """
-        if self._kv_loads is not None:
-            self._kv_loads.fail(invalid_block_ids, set())
-        self._evict_behind(invalid_block_ids, num_scheduled_tokens)
-        failed: set[str] = super()._handle_invalid_blocks(  # type: ignore[misc]
-            invalid_block_ids, num_scheduled_tokens
-        )
-        if not self.recompute_kv_load_failures:  # type: ignore[attr-defined]
-            return failed
-        for request in [one for one in reversed(self.running) if one.request_id in failed]:
-            self.running.remove(request)
-            self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
-            self._forgive(request.request_id)
-        return failed
-
-    def _evict_behind(self, invalid: Set[int], batch: Mapping[str, int]) -> None:
-        """Take blocks that were not loaded out of the prefix cache, and all that may have been computed
-        with what lay in them.
-
-        A request that was scheduled after the load may have hit them, and has its own blocks behind
-        them in the cache. vLLM leaves those there: once the others are computed anew, they would be
-        hit as if they were right. Of a request that has left meanwhile nobody knows the blocks: then
-        nothing stays cached.
-
-        Args:
-            invalid: Numbers of the blocks.
-            batch: The requests of the iteration that reports them, with their tokens.
-        """
-        blocks = self.kv_cache_manager.block_pool.blocks  # type: ignore[attr-defined]
-        numbers = range(len(blocks))
-        if not any(number in numbers and blocks[number].block_hash for number in invalid):
-            return  # what a request waits for is cached when it has come
-        running = {request.request_id for request in self.running}
-        wrong: set[int] = set()
-        if self.iterations.requests() | batch.keys() <= running:
-            for request_id in running:
-                for held in self.kv_cache_manager.get_block_ids(request_id):  # type: ignore[attr-defined]
-                    wrong.update(itertools.dropwhile(lambda number: number not in invalid, held))
-        else:
-            wrong.update(numbers)
-        self.kv_cache_manager.evict_blocks(wrong)  # type: ignore[attr-defined]
-
-    def _forgive(self, request_id: str) -> None:
-        """Let a request go on that has no token of this iteration, whose blocks were not loaded: what
-        lay in them may give logits without a distribution."""
-        errors = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
-        if isinstance(errors, dict):  # vLLM 0.33
-            errors.pop(request_id, None)
-        else:
-            errors.discard(request_id)
-
-    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
-        if self._kv_loads is not None:
-            self._kv_loads.fail(set(), failed_req_ids)
-        failed: set[str] = super()._handle_failed_recving(failed_req_ids)  # type: ignore[misc]
-        return failed
-
-    def _connector_finished(self, request: Request) -> Any:
-        if self._kv_loads is not None:
-            self._kv_loads.forget(request.request_id)
-        return super()._connector_finished(request)  # type: ignore[misc]
-
-    def _clear_blocks(self) -> None:
-        """Have blocks of the KV cache zeroed from now on for whoever has them next.
-
-        There may be NaN in those of a request that failed, or of a draft. vLLM's attention on CPUs
-        multiplies what is masked by 0, which leaves NaN. Only after a failure: zeroing costs the
-        memory's bandwidth.
-        """
-        if current_platform.is_cpu():
-            self.needs_kv_cache_zeroing = True
-            for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
-                manager._record_new_block_ids = True
-
-    def _blocks_of(self, request_ids: Iterable[str]) -> set[int]:
-        """Numbers of the KV cache blocks that requests hold."""
-        return {
-            number
-            for request_id in request_ids
-            for group in self.kv_cache_manager.get_block_ids(request_id)  # type: ignore[attr-defined]
-            for number in group
-        }
 
     def _time_first_tokens(self, output: ModelRunnerOutput) -> None:
         now = time.time()
