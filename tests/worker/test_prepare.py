@@ -336,14 +336,16 @@ def new_output(*names):
     return output
 
 
-def preparer_of(runner, slots):
-    placed = placement.InPlace(runner, HostDevice(), 2, 64)
-    return InputPreparer(runner, placed.buffers, groups=placed.groups, slots=slots)
+def preparer_of(runner, slots, *, logits=64, following=False):
+    placed = placement.InPlace(runner, HostDevice(), 2, logits)
+    return InputPreparer(
+        runner, placed.buffers, groups=placed.groups, slots=slots, following=following
+    )
 
 
-def started(*names):
+def started(*names, **options):
     """A preparer whose slot 0 holds one-token prompts of ``names``."""
-    preparer = preparer_of(PreparingRunner(), slots=2)
+    preparer = preparer_of(PreparingRunner(), slots=2, **options)
     prepare(preparer, new_output(*names), 0, 0, 0)
     return preparer
 
@@ -384,6 +386,42 @@ def test_more_tokens_than_blocks_names_the_request():
         AssertionError, match="request a was scheduled 5 tokens but has blocks for 4"
     ):
         prepare(preparer, decode_output("ab", 4, [[5], [6]]), 0, 1, 1)
+
+
+def drafted_output():
+    """One token of a and of c, and one of b with two drafts."""
+    output = decode_output("abc", 1, [[5], [6, 7, 8], [9]])
+    output.num_scheduled_tokens = {"a": 1, "b": 3, "c": 1}
+    output.total_num_scheduled_tokens = 5
+    output.scheduled_spec_decode_tokens = {"b": [7, 8]}
+    return output
+
+
+def test_drafts_have_the_rows_of_logits_behind_their_requests():
+    preparer = started("a", "b", "c")
+    inputs = prepare(preparer, drafted_output(), 0, 1, 1)
+    source = preparer.buffers[1]
+    places = source.logits_indices.np[inputs.logits_rows]
+    assert source.input_ids.np[places].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_drafts_take_the_last_row_and_none_behind_it():
+    prepare(started("a", "b", "c", logits=5), drafted_output(), 0, 1, 1)
+    with pytest.raises(AssertionError, match="5 rows of logits, of 4 at most"):
+        prepare(started("a", "b", "c", logits=4), drafted_output(), 0, 1, 1)
+
+
+def test_a_head_is_given_the_prompts_token_behind_each_part():
+    preparer = preparer_of(PreparingRunner(), slots=1, following=True)
+    output = new_output("part", "whole")
+    part, whole = output.scheduled_new_reqs
+    part.prefill_token_ids, part.block_ids = [11, 12, 13, 14, 15, 16], ([1], [1])
+    whole.prefill_token_ids, whole.block_ids = [21, 22, 23], ([2], [2])
+    output.num_scheduled_tokens = {"part": 4, "whole": 3}
+    output.total_num_scheduled_tokens = 7
+    inputs = prepare(preparer, output, 0, 0, 0)
+    following = dict(zip(inputs.req_ids, inputs.following.tolist(), strict=True))
+    assert following == {"part": 15, "whole": 0}
 
 
 def test_an_empty_output_only_forgets():

@@ -269,6 +269,23 @@ def test_every_requests_masks_are_its_own(room):
     assert handles == [handles[0], *[handles[1]] * 3, handles[4]]
 
 
+def test_stages_are_told_a_requests_token_and_the_drafts_behind_it():
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    names = ("plain", "drafted")
+    tracker.advance(0, scheduled(*(new_request(name, [1, 2], prefill=[1, 2]) for name in names)))
+    tracker.record(0, [("plain", [5]), ("drafted", [6])])
+    second = SchedulerOutput.make_empty()
+    cached = second.scheduled_cached_reqs = CachedRequestData.make_empty()
+    for name in names:
+        cached.req_ids.append(name)
+        cached.num_computed_tokens.append(2)
+        cached.num_output_tokens.append(1)
+    second.num_scheduled_tokens = {"plain": 1, "drafted": 3}
+    second.scheduled_spec_decode_tokens = {"drafted": [7, 8]}
+    tracker.advance(1, second)
+    assert cached.new_token_ids == [[5], [6, 7, 8]]
+
+
 def test_a_token_behind_a_prompt_of_embeddings_is_told():
     """Stages before the last have it from the scheduling output alone."""
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))

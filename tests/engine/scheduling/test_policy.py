@@ -405,3 +405,32 @@ def test_a_sequence_that_leaves_leaves_no_mark(visits):
         )
         # What a mark does, a later request would show that has the same id, in one of many visits.
         assert policy._waits <= policy.slot_of.keys()  # noqa: SLF001
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=2, max_size=6),
+    st.lists(st.integers(1, 3000), min_size=2, max_size=6),
+)
+def test_the_sequence_that_moves_brings_two_slots_closest(here, there):
+    """A move of equal counts, or one that only swaps them, has to pay in context."""
+    policy = slot_policy(2, 512, usual()._replace(context=1 / 100), max_moves=1)
+    visit(policy, [], pending_prefill=0)
+    visit(policy, [], pending_prefill=0)  # the next is slot 0's
+    sequences = {}
+    for slot, contexts in enumerate((here, there)):
+        for number, context in enumerate(contexts):
+            sequence = Sequence(f"{slot}.{number}", context, True)
+            sequences[sequence.id] = sequence
+            policy._place(sequence, slot)  # noqa: SLF001
+    before = dict(policy.slot_of)
+    visit(policy, sequences.values(), pending_prefill=0)
+    unit = policy.prices.sequence
+    loads = [sum(unit + context for context in contexts) for contexts in (here, there)]
+    gaps = [abs(loads[0] - loads[1] - 2 * (unit + context)) for context in here]
+    surplus = len(here) - len(there)
+    pays = surplus > 1 or (surplus == 1 and loads[0] - loads[1] - min(gaps) >= unit)
+    changed = [id for id, slot in policy.slot_of.items() if before[id] != slot]
+    assert len(changed) == pays
+    for id in changed:
+        assert before[id] == 0
+        assert gaps[int(id.partition(".")[2])] == min(gaps)
