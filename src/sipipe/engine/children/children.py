@@ -205,10 +205,11 @@ class Children:
             ending = self._ending
             if not ending:
                 self._children[name] = child
+                # Under the lock: afterwards `close` may have closed the pipe, and its number may be
+                # another file's.
+                self._wake()
         if ending:  # `close` has not seen this child, and nobody else will end it
             _end([child])
-        else:
-            self._wake()
         return child
 
     def rename(self, child: Child, name: str) -> None:
@@ -263,9 +264,9 @@ class Children:
         with self._changed:
             children = list(self._children.values())
             self._children = {}
+            wake_write = self._wake_write
+            self._wake_write = -1
         _end(children)
-        wake_write = self._wake_write
-        self._wake_write = -1
         if wake_write >= 0:
             os.close(wake_write)
             os.close(self._wake_read)
