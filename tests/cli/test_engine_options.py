@@ -51,6 +51,31 @@ def test_a_setting_is_an_option_or_is_said_to_be_none(name):
             OneLineParser().parse_args([option, "1"])
 
 
+@pytest.mark.parametrize(
+    "dotted", ["--additional-config.sipipe.inflight=3", "--additional_config.a.b"]
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_option_is_json_or_given_key_by_key(tmp_path, dotted, in_file):
+    """vLLM would take the keys, and leave the JSON out."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sipipe.engine.start.arguments import OneLineParser
+
+    parser = EngineArgs.add_cli_args(OneLineParser())
+    json_words = ["--additional-config", '{"sipipe": {"samplers": 2}}']
+    if in_file:
+        file = tmp_path / "options.yaml"
+        file.write_text('additional-config: \'{"sipipe": {"samplers": 2}}\'')
+        json_words = ["--config", str(file)]
+    keys = [dotted] if "=" in dotted else [dotted, "3"]
+    for words in ([*keys, *json_words], [*json_words, *keys]):
+        with pytest.raises(ConfigError, match=r"^--additional-config is given as JSON, and --add"):
+            parser.parse_args(words)
+    assert parser.parse_args(keys).additional_config
+    assert parser.parse_args(json_words).additional_config["sipipe"] == {"samplers": 2}
+
+
 def test_ours_are_taken_from_anywhere():
     line = "--samplers 2 model --trace=t --port 1 --inflight auto --tp 4 --trace-limit 64"
     settings, rest = split(*line.split())

@@ -5,6 +5,7 @@ vLLM's parser is called directly, so that what is wrong is one line and nothing 
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -71,12 +72,30 @@ class OneLineParser(FlexibleArgumentParser):
     not_in_files: tuple[str, ...] = ("--pp", "--tp", "--restart")
     """Those that come here from a file of ``--config``, which is read later, and has vLLM's alone."""
 
+    def parse_args(
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse a command line, as vLLM does. Raises ConfigError: an option is given as JSON and key by
+        key, of which vLLM would leave the JSON out."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        parsed: argparse.Namespace = super().parse_args(args, namespace)
+        options = {word.partition("=")[0].replace("_", "-") for word in _before_end(self._words)}
+        for name in options:
+            option, dot, key = name.partition(".")
+            if dot and option.startswith("--") and option in options:
+                raise ConfigError(
+                    f"{option} is given as JSON, and {option}.{key} beside it: give all of it as JSON, "
+                    f"or all as {option}.KEY"
+                )
+        return parsed
+
     def load_config_file(self, file_path: str) -> list[str]:
         """Read the file of ``--config``, as vLLM does, into words of a command line."""
         try:
             words: list[str] = super().load_config_file(file_path)
         except Exception as error:  # whatever YAML and vLLM's reading of it raise
             raise ConfigError(f"--config {file_path}: {' '.join(str(error).split())}") from None
+        self._words[:0] = words  # before a ``--`` of the command line
         return words
 
     def error(self, message: str) -> NoReturn:
@@ -104,6 +123,11 @@ class OneLineParser(FlexibleArgumentParser):
         raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))
 
 
+def _before_end(words: list[str]) -> list[str]:
+    """Those of a command line's ``words`` that may be options: all before ``--``."""
+    return words[: words.index("--")] if "--" in words else words
+
+
 def _options(parser: argparse.ArgumentParser) -> list[str]:
     """Options of ``parser`` and of its subcommands."""
     options: list[str] = []
@@ -129,7 +153,7 @@ class _WordsParser(OneLineParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         line = list(args or ())
-        end = line.index("--") if "--" in line else len(line)
+        end = len(_before_end(line))
         parsed, extra = super().parse_known_args(line[:end], namespace)
         parsed.words = [word for word in extra if not word.startswith("-")] + line[end + 1 :]
         return parsed, [option for option in extra if option.startswith("-")]
