@@ -329,6 +329,20 @@ def test_what_is_out_beside_an_empty_visit_is_scheduled_again_without_a_pause(co
     assert pauses == 2, "while the queue was not full"
 
 
+def test_an_engine_may_pause_beside_an_empty_visit_while_nothing_is_out(configs, monkeypatch):
+    """As while a request waits for blocks of another engine; its loop would keep a core busy."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    engine = Engine(AsyncPipelineScheduler, configs(2))
+    engine.add("first", 20, 5)
+    engine.run()
+    engine.add("second", 20, 5)
+    engine.scheduler.requests["second"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(3):
+        engine.step()
+        assert not engine.batches[-1]
+        assert engine.scheduler.has_requests()
+
+
 def test_without_an_engine_that_is_ahead_tokens_are_counted_before_they_come_and_not_used(configs):
     """--scheduler-cls AsyncPipelineScheduler, by whatever executor."""
     engine = Engine(AsyncPipelineScheduler, configs(2), ahead=0)
