@@ -55,13 +55,13 @@ def test_metrics_that_cannot_be_read_are_left_out(monkeypatch):
     assert list(collector.collect()) == []
 
 
-def test_metrics_that_cannot_be_published_are_left_out(monkeypatch):
+def test_metrics_that_cannot_be_published_are_left_out(monkeypatch, caplog):
     """Those of the next second are published again."""
     tries = queue.SimpleQueue()
 
     def publish():
         tries.put(1)
-        raise np.linalg.LinAlgError("singular matrix")
+        raise np.linalg.LinAlgError("singular matrix")  # a ValueError, as that of a closed page
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
     monkeypatch.setattr(metrics, "INTERVAL", 0.01)
@@ -71,6 +71,7 @@ def test_metrics_that_cannot_be_published_are_left_out(monkeypatch):
     for _ in range(2):
         tries.get(timeout=60)
     publisher.close()
+    assert "writing SiPipe's figures for /metrics failed" in caplog.text
 
 
 def test_a_controller_whose_times_fail_chooses_as_before(monkeypatch):

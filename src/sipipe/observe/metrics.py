@@ -12,7 +12,6 @@ Names start with ``sipipe_`` because vLLM unregisters at start what it takes for
 prometheus_client comes with vLLM; this module imports it when it is used.
 """
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -226,5 +225,8 @@ class Publisher:
             self._publishing(None, self._publish)
 
     def _publish(self) -> None:
-        with contextlib.suppress(ValueError):  # the page was closed under us: the end
+        try:
             self.publish()
+        except ValueError:
+            if not self._stop.is_set():  # else the page was closed under us: the end
+                raise

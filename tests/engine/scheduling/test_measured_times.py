@@ -96,6 +96,22 @@ def test_an_iteration_that_is_not_through_yet_does_not_count(engine, monkeypatch
     assert second == [Load(1, 16), Load(1, 8)], "the other stage says it of the one before"
 
 
+@pytest.mark.parametrize("number", [5, -1])
+def test_an_iteration_that_a_stage_has_not_been_through_is_not_taken_for_another(
+    engine, monkeypatch, number
+):
+    """The stage counts a batch that nobody expects; the one that is expected is later, or not begun."""
+    counted = []
+    monkeypatch.setattr(engine.controller.times, "add", lambda loads, _: counted.append(loads[0]))
+    engine.poll()  # the first only begins to count
+    engine.expect(number, 7)
+    for batch in (2, 3):
+        engine.stages[0].phase(Phase.FORWARD, batch, 0, MS, 1, 1)
+        engine.poll()
+    assert [load.rows for load in counted] == [0] * len(counted)
+    assert counted
+
+
 def test_prompts_do_not_count_for_k(engine):
     stage = engine.stages[0]
     for i in range(60):
