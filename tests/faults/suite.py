@@ -23,10 +23,11 @@ from tests.faults import (
     stock,
     storage,
     strangers,
+    two_hosts,
 )
 from tests.faults.kinds import KINDS, scenario
 
-SERVED = (clients, replicas, storage, strangers, bombs, crowd)
+SERVED = (clients, replicas, storage, strangers, two_hosts, bombs, crowd)
 """Kinds about whole servers, each with ``KINDS`` and ``run``."""
 SERVED_KINDS = [name for module in SERVED for name in module.KINDS]
 

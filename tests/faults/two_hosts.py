@@ -1,133 +1,134 @@
-"""Two hosts (network namespaces) of one server, and what their network and processes may do.
+"""Two hosts (network namespaces) of one server, and what their network and processes may do to requests.
 
-A slow network in small packets, a cable that is out for a moment, strangers who hold connections to
-every port, and a host that is stopped for a moment change no token. A worker of the other host that
-is killed ends both by name, and started again they find each other. It needs root.
+A network that is slow, in small packets, that loses packets or holds them all for a moment, strangers who
+stay at every port, and a host that is stopped for a moment change no token. What is longer ends both
+hosts, and so does a worker, server or agent that is killed: every request hears of it once, the last
+line of both logs names the cause, and no process, socket or file is left on either. Started again, by
+hand or by ``--restart``, they find each other. It needs root.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
+from tests import hosts
+from tests.faults.host_faults import (
+    OPEN,
+    Fault,
+    Struck,
+    cable_out,
+    held_network,
+    killed,
+    lossy_network,
+    slow_network,
+    sockets,
+    stopped_host,
+    strangers_stay,
+)
 from tests.faults.served import Row, scratch_directory
 
-HOLDS = r"""
-import socket, sys, time
-connections = []
-for port in map(int, sys.argv[2:]):
-    for piece in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 40, bytes(8)):
-        for address in (sys.argv[1], "127.0.0.1"):
-            connection = socket.socket()
-            connection.settimeout(0.5)
-            try:
-                connection.connect((address, port))
-                connection.send(piece)
-            except OSError:
-                continue
-            connections.append(connection)
-print(len(connections), flush=True)
-time.sleep(1000)
+CLIENT = r"""
+import http.client, json, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+
+PATIENCE = float(sys.argv[2])
+begun = threading.Event()
+
+def read(answer, streamed, end):
+    if not streamed:
+        end["tokens"] = json.load(answer)["choices"][0]["token_ids"]
+        return
+    end["error"] = "cut off"
+    for line in answer:
+        data = line.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
+            end["error"] = end.pop("said", "")
+        elif data:
+            piece = json.loads(data)
+            if "error" in piece:
+                end["said"] = str(piece["error"])
+            else:
+                end["tokens"] += piece["choices"][0]["token_ids"]
+                begun.set()
+
+def ask(request):
+    end = {"tokens": [], "error": "", "hung": False}
+    connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=PATIENCE)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(request), headers)
+        answer = connection.getresponse()
+        if answer.status == 200:
+            read(answer, request["stream"], end)
+        else:
+            end["error"] = f"{answer.status} {answer.read().decode()}"
+    except TimeoutError:
+        end["hung"] = True
+    except (OSError, http.client.HTTPException) as error:
+        end["error"] = f"{type(error).__name__} {error}"
+    connection.close()
+    begun.set()
+    return end | {"at": time.monotonic()}
+
+requests = json.load(open(sys.argv[1]))
+with ThreadPoolExecutor(len(requests)) as pool:
+    ends = pool.map(ask, requests)
+    begun.wait()
+    print("begun", flush=True)
+    print(json.dumps(list(ends)), flush=True)
 """
-"""Run on a host: connections to ports, held until it is killed; says how many."""
-SLOW = ("tbf", "rate", "2mbit", "burst", "8kbit", "latency", "300ms")
-"""A queue of the kernel's traffic control."""
+"""Run on the main host: what became of each request of a file, once a first token was there."""
+STREAMS = 8
+"""Requests at once; half of them are streams."""
+PATIENCE = 180.0
+"""Seconds without a byte after which a request hangs: many times what any fault may take."""
+GONE = 60.0
+"""Seconds for everybody to end, on a busy machine; the documented ones are 8 after the error."""
 
 
-@contextmanager
-def slow_network(cluster: Any, _rng: Random) -> Iterator[None]:
-    """2 Mbit/s in packets of 576 bytes."""
-    for host in cluster.hosts:
-        host.run("ip", "link", "set", "wire", "mtu", "576")
-        host.run("tc", "qdisc", "add", "dev", "wire", "root", *SLOW)
-    try:
-        yield
-    finally:
-        for host in cluster.hosts:
-            host.run("tc", "qdisc", "del", "dev", "wire", "root")
-            host.run("ip", "link", "set", "wire", "mtu", "1500")
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A fault, and what becomes of two hosts."""
+
+    fault: Fault
+    times: int
+    cause: str = ""
+    """Pattern of the last line of both logs, if they end; empty if they go on."""
+    restarts: bool = False
+    """True if both run under ``--restart``, and have to come back by themselves."""
 
 
-@contextmanager
-def cable_out(cluster: Any, rng: Random) -> Iterator[None]:
-    """For less than what a lost host takes to be noticed (4 s), amid the requests."""
-
-    def out(seconds: float) -> None:
-        cluster.hosts[0].cable("down")
-        time.sleep(seconds)
-        cluster.hosts[0].cable("up")
-
-    with _soon(rng, out, 0.2 + 1.8 * rng.random()):
-        yield
-
-
-@contextmanager
-def stopped(cluster: Any, rng: Random) -> Iterator[None]:
-    """All processes of the other host, for up to 3 s, amid the requests."""
-
-    def stop(seconds: float) -> None:
-        processes = cluster.hosts[1].processes()
-        for process in processes:
-            process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
-
-    with _soon(rng, stop, 0.5 + 2.5 * rng.random()):
-        yield
-
-
-@contextmanager
-def _soon(rng: Random, fault: Callable[[float], None], seconds: float) -> Iterator[None]:
-    """Call ``fault(seconds)`` on a thread within a second, while the body runs."""
-    timer = threading.Timer(rng.random(), fault, (seconds,))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()  # wait: 4 s; the fault's end
-
-
-@contextmanager
-def strangers_stay(cluster: Any, _rng: Random) -> Iterator[None]:
-    """Connections of strangers to every port that the servers of both hosts listen on, but HTTP's."""
-    strangers = []
-    for host in cluster.hosts:
-        strangers.append(host.python(HOLDS, host.address, *map(str, _ports(host))))
-        assert int(strangers[-1].stdout.readline()), "no stranger got a connection"
-    try:
-        yield
-    finally:
-        for stranger in strangers:
-            for process in psutil.Process(stranger.pid).children():
-                process.kill()  # in the host's own namespace, below nsenter
-            stranger.communicate()
-
-
-def _ports(host: Any) -> list[int]:
-    """Ports that somebody listens on at a host, without HTTP's."""
-    lines = Path(f"/proc/{host.pid}/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    listening = {
-        int(local.rpartition(":")[2], 16) for _, local, _, state, *_ in fields if state == "0A"
-    }
-    return sorted(listening - {8000})
-
-
-KINDS: dict[str, tuple[Callable[..., Any] | None, int]] = {
-    "the network between two hosts is slow, in small packets": (slow_network, 2),
-    "the cable between two hosts is out for up to 2 s": (cable_out, 6),
-    "strangers hold connections to all ports of two hosts": (strangers_stay, 2),
-    "a host of two is stopped for up to 3 s": (stopped, 6),
-    "a worker of a host of two is killed, both are started again": (None, 2),
+LOST_HOST = r"(host 1 \(.*\)|the main host \(.*\)) (died or cannot be reached|was ended)"
+LOST_WORKER = r"stage worker stage\d\.0 \(pid \d+\).* died"
+SERVER = "sipipe.engine.start.server"
+WORKER = "Worker_PP"
+KINDS = {
+    "the network between two hosts is slow, in small packets": Kind(slow_network, 2),
+    "a tenth of the packets between two hosts is lost": Kind(lossy_network, 4),
+    "the network between two hosts is held for up to 2 s": Kind(held_network(0.2, 2), 6),
+    "the cable between two hosts is out for up to 2 s": Kind(cable_out, 6),
+    "strangers hold connections to all ports of two hosts": Kind(strangers_stay, 2),
+    "a host of two is stopped for up to 3 s": Kind(stopped_host(0.5, 3), 6),
+    "the network between two hosts is held for 10 s": Kind(held_network(10, 10), 2, LOST_HOST),
+    "a host of two is stopped for 15 s": Kind(stopped_host(15, 15), 4, LOST_HOST),
+    "a worker of two hosts is killed": Kind(killed((1, WORKER), (0, WORKER)), 4, LOST_WORKER),
+    "the server or agent of two hosts is killed": Kind(
+        killed((1, SERVER), (0, SERVER)),
+        4,
+        rf"{LOST_HOST}|the engine ended|the server was killed \(SIGKILL\)",
+    ),
+    "a worker of two hosts is killed under --restart": Kind(
+        killed((1, WORKER), (0, WORKER)), 2, LOST_WORKER, restarts=True
+    ),
 }
 
 
@@ -136,66 +137,193 @@ def run(only: str, seed: int, scale: float, each: Any = lambda *_: None) -> list
     names = [name for name in KINDS if re.search(only, name)]
     if not names:
         return []
-    from tests.engine.engines import greedy, model, prompts, tokens
-    from tests.engine.setup.test_host_agreement import Served
-    from tests.hosts import Cluster
-
-    count = 8
-    # Some seconds of requests: a fault begins within one.
-    params = greedy(count, shortest=100, longest=300)
-    asked = [{"prompts": prompts(count, longest=40, seed=seed), "params": params}]
+    if reason := hosts.why_not():
+        print(f"two hosts: left out, {reason}", flush=True)
+        return []
     rows = []
-    cluster = Cluster()
-    try:
-        with scratch_directory() as scratch:
-            path = model(scratch)
-
-            def start() -> Any:
-                served = Served(cluster, path, scratch, "-pp", "2")
-                served.wait_served()
-                return served
-
-            served = start()
-            expected = tokens(served.run(asked)[0])
-            for name in names:
-                fault, times = KINDS[name]
-                row = Row(name)
-                rng = Random(f"{seed} {name}")
-                for _ in range(max(1, round(times * scale))):
-                    if fault is None:
-                        _kill_and_start(row, served)
-                        served = start()
-                        if tokens(served.run(asked)[0]) != expected:
-                            row.add("wrong", "after both were started again")
-                        continue
-                    try:
-                        with fault(cluster, rng):
-                            right = tokens(served.run(asked)[0]) == expected
-                        right = right and tokens(served.run(asked)[0]) == expected
-                        row.add("recovered" if right else "wrong", "other tokens")
-                    except AssertionError:
-                        row.add("unclear", served.log(0)[-1500:] + served.log(1)[-1500:])
-                        served.close()
-                        served = start()
-                rows.append(row.finished())
-                each(name, rows[-1]["injected"], rows[-1]["why"])
-            served.close()
-    finally:
-        cluster.close()
+    with scratch_directory() as scratch, _pair(scratch, seed) as pair:
+        for name, following in zip(names, [*names[1:], ""], strict=True):
+            kind = KINDS[name]
+            row = Row(name)
+            rng = Random(f"{seed} {name}")
+            for number in range(max(1, round(kind.times * scale))):
+                pair.strike(row, kind, rng, number)
+            if not following or KINDS[following].restarts != kind.restarts:
+                for left in pair.end():
+                    row.add("leaked", left)
+            rows.append(row.finished())
+            each(name, rows[-1]["injected"], rows[-1]["why"])
     return rows
 
 
-def _kill_and_start(row: Row, served: Any) -> None:
-    served.process(1, "Worker_PP").kill()
-    began = time.monotonic()
+@contextmanager
+def _pair(scratch: Path, seed: int) -> Iterator[Pair]:
+    cluster = hosts.Cluster()
     try:
-        served.ended(seconds=30)
-    except AssertionError as error:
-        row.add("leaked", str(error)[:800])
-        served.close()
-        return
-    last = served.log(0).rstrip().splitlines()[-1]
-    if re.search(r"stage1|stage 1|host 1", last):
-        row.add("error", seconds=time.monotonic() - began)
-    else:
-        row.add("unclear", f"the last line: {last}")
+        yield Pair(cluster, scratch, seed)
+    finally:
+        cluster.close()
+
+
+class Pair:
+    """Two hosts that serve a tiny model, started again where a fault has ended them."""
+
+    def __init__(self, cluster: hosts.Cluster, scratch: Path, seed: int) -> None:
+        from tests.engine.engines import greedy, model, prompts
+
+        self._cluster = cluster
+        self._scratch = scratch
+        self._path = model(scratch)
+        self._temporary = [scratch / "t0", scratch / "t1"]
+        """Directories for the temporary files of each host."""
+        for directory in self._temporary:
+            directory.mkdir()
+        # Some seconds of requests: a fault begins within one.
+        parameters = greedy(STREAMS, shortest=200, longest=600)
+        requests = [
+            {
+                "model": "m",
+                "prompt": prompt,
+                "return_token_ids": True,
+                "stream": number % 2 == 0,
+                **parameters[number],
+            }
+            for number, prompt in enumerate(prompts(STREAMS, longest=40, seed=seed))
+        ]
+        self._requests = scratch / "requests.json"
+        self._requests.write_text(json.dumps(requests))
+        self._expected: list[list[int]] = []
+        """Tokens of each request, of servers without a fault."""
+        self._served: Any = None
+        self._starts = 0
+        """Times that the servers which run now have started."""
+
+    def strike(self, row: Row, kind: Kind, rng: Random, number: int) -> None:
+        """Put in one fault, amid requests, and count in ``row`` what became of it."""
+        if self._served is None:
+            self._start(restarts=kind.restarts)
+        processes = tuple(host.processes() for host in self._cluster.hosts)
+        client = self._ask()
+        time.sleep(rng.random())  # at another moment each time
+        began = time.monotonic()
+        with kind.fault(Struck(self._served, processes), rng, number):
+            ends = _ends(client)
+        verdict, why = self._what_became(kind, ends)
+        seconds = [end["at"] - began for end in ends if end["error"]]
+        row.add(verdict, f"{why}\n{self._logs()}", max(seconds, default=None))
+        for error in sorted({end["error"] for end in ends}):
+            print(f"{row.kind}: {verdict}; a client was told {error[:200]!r}", flush=True)
+        if verdict not in ("recovered", "error"):
+            self._drop()
+
+    def end(self) -> list[str]:
+        """End the servers as Ctrl-C does; returns what is left of them."""
+        if self._served is None:
+            return []
+        for node in (1, 0):  # under --restart each would wait for the other's return
+            main = self._served.find(node, "-m sipipe serve")
+            for process in main:
+                process.send_signal(signal.SIGTERM)
+        left = self._left()
+        self._drop()
+        return left
+
+    def _start(self, *, restarts: bool) -> None:
+        """Start both servers, and compare their answers with those of the first."""
+        from tests.engine.served_hosts import Served
+
+        options = ["-pp", "2"]
+        if restarts:
+            options.append("--restart")
+        environments = tuple({"TMPDIR": str(directory)} for directory in self._temporary)
+        self._served = Served(
+            self._cluster, self._path, self._scratch, *options, environments=environments
+        )
+        self._served.wait_served()
+        self._starts = 1
+        tokens = [end["tokens"] for end in _ends(self._ask())]
+        self._expected = self._expected or tokens
+        assert all(tokens), f"a request had no answer\n{self._logs()}"
+        assert tokens == self._expected, "other tokens after both were started again"
+
+    def _ask(self) -> Any:
+        """Send all requests, and wait for the first token; returns the client's process."""
+        client = self._cluster.hosts[0].python(CLIENT, str(self._requests), str(PATIENCE))
+        assert client.stdout.readline() == "begun\n"
+        return client
+
+    def _what_became(self, kind: Kind, ends: list[dict[str, Any]]) -> tuple[str, str]:
+        """The verdict on a fault, and why."""
+        if any(end["hung"] for end in ends):
+            return "hung", str([len(end["tokens"]) for end in ends])
+        for end, expected in zip(ends, self._expected, strict=True):
+            length = len(end["tokens"]) if end["error"] else len(expected)
+            if end["tokens"] != expected[:length]:
+                return "wrong", str(end)
+        if not kind.cause:
+            return self._goes_on(ends)
+        if kind.restarts:
+            return self._comes_back(kind)
+        if left := self._left():
+            return "leaked", str(left)
+        last = [self._served.log(node).rstrip().rpartition("\n")[2] for node in (0, 1)]
+        self._drop()
+        for line in last:
+            print(f"the last line: {line}", flush=True)
+        clear = all(re.search(kind.cause, line) for line in last)
+        return ("error", "") if clear else ("unclear", f"the last lines: {last}")
+
+    def _goes_on(self, ends: list[dict[str, Any]]) -> tuple[str, str]:
+        """The verdict where no request may hear of the fault, and the next ones neither."""
+        if errors := {end["error"] for end in ends} - {""}:
+            return "unclear", str(errors)
+        ends = _ends(self._ask())
+        if [end["tokens"] for end in ends] == self._expected:
+            return "recovered", ""
+        hung = any(end["hung"] for end in ends)
+        return ("hung" if hung else "wrong"), f"when the fault was over: {ends}"
+
+    def _comes_back(self, kind: Kind) -> tuple[str, str]:
+        """The verdict where both have to come back by themselves."""
+        from tests.engine.served_hosts import START
+        from tests.engine.servers import wait_until
+
+        self._starts += 1
+        served = "Application startup complete"
+        try:
+            wait_until(lambda: self._served.log(0).count(served) >= self._starts, START)
+        except AssertionError:
+            return "hung", "they did not come back"
+        again = rf"{kind.cause}.*\n.* the server ended by itself"
+        for node in (0, 1):
+            if len(re.findall(again, self._served.log(node))) != self._starts - 1:
+                return "unclear", f"host {node} did not say why it was started again"
+        verdict, why = self._goes_on([])
+        return ("error" if verdict == "recovered" else verdict), why
+
+    def _left(self) -> list[str]:
+        """What is left of the servers once they had the time to end."""
+        left = []
+        for node, host in enumerate(self._cluster.hosts):
+            left += host.wait_empty(GONE)
+            left += [f"port {port}" for state, port in sockets(host) if state in OPEN]
+            left += Path(f"/proc/{host.pid}/net/unix").read_text().splitlines()[1:]
+            left += [str(path) for path in self._temporary[node].iterdir()]
+        return left
+
+    def _logs(self) -> str:
+        """The ends of both logs."""
+        logs = [self._scratch / f"host{node}.log" for node in (0, 1)]
+        return "\n".join(log.read_text()[-1500:] for log in logs)
+
+    def _drop(self) -> None:
+        """Kill what still runs on both hosts."""
+        if self._served is not None:
+            self._served.close()
+            self._served = None
+
+
+def _ends(client: Any) -> list[dict[str, Any]]:
+    """What became of a client's requests, which all have an end by its patience."""
+    output, _ = client.communicate(timeout=3 * PATIENCE)
+    return list(json.loads(output))

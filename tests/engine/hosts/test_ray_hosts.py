@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 from tests.engine.engines import answers, assert_stock, engine_environment, model, named
-from tests.engine.setup.test_host_agreement import NOTICED, OPTIONS, SERVED, SETTINGS, START, Served
+from tests.engine.served_hosts import NOTICED, OPTIONS, SERVED, SETTINGS, START, Served
 from tests.engine.test_parity import mixed_batches
 
 pytestmark = [
