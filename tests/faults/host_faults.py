@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -117,8 +118,11 @@ def held_network(shortest: float, longest: float) -> Fault:
 
     @contextmanager
     def fault(struck: Struck, rng: Random, _number: int) -> Iterator[None]:
-        with _queues(struck, ("blackhole",)):
-            time.sleep(rng.uniform(shortest, longest))
+        _for_seconds(
+            struck,
+            rng.uniform(shortest, longest),
+            ("tc qdisc add dev wire root blackhole", "tc qdisc del dev wire root"),
+        )
         yield
 
     return fault
@@ -126,11 +130,24 @@ def held_network(shortest: float, longest: float) -> Fault:
 
 @contextmanager
 def cable_out(struck: Struck, rng: Random, _number: int) -> Iterator[None]:
-    """The network device of the main host is down for up to 2 s."""
-    struck.hosts[0].cable("down")
-    time.sleep(rng.uniform(0.2, 2.0))
-    struck.hosts[0].cable("up")
+    """The network devices of both hosts are down for up to 2 s."""
+    ends = ("ip link set wire down", "ip link set wire up")
+    _for_seconds(struck, rng.uniform(0.2, 2.0), ends)
     yield
+
+
+def _for_seconds(struck: Struck, seconds: float, ends: tuple[str, str]) -> None:
+    """Run the first of two commands on both hosts, and the second ``seconds`` later.
+
+    At the highest priority: on a busy machine what is to last 2 s would last for 4, after which the
+    network counts as lost.
+    """
+    begin, end = (
+        "; ".join(f"nsenter -t {host.pid} -n {command}" for host in struck.hosts)
+        for command in ends
+    )
+    script = f"{begin}; sleep {seconds}; {end}"
+    subprocess.run(["nice", "-n", "-20", "sh", "-ec", script], check=True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from tests.engine.forks import Forked
 from tests.faults import bombs, session_soak, soak, suite, week
 from tests.faults.kinds import KINDS
 from tests.faults.suite import BAD, KEPT, STREAMS, page
+from tests.hosts import why_not
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -52,6 +53,21 @@ def test_an_hour_of_the_week_ends_well(tmp_path):
     assert sums["done"] + sums["aborted"] == 240
     assert sums["kill"]
     assert sums["rotate"]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_hosts_outlive_a_network_that_holds_all_and_end_with_a_worker(tmp_path):
+    if reason := why_not():
+        pytest.skip(reason)
+    kinds = (
+        "the network between two hosts is held for up to 2 s",
+        "a worker of two hosts is killed",
+    )
+    pattern = "|".join(f"^{name}$" for name in kinds)
+    sums = run(tmp_path / "log", "__main__.py", ["--only", pattern, "--scale", "0.1"])
+    assert not any(sums[key] for key in BAD), (tmp_path / "log").read_text()[-6000:]
+    assert (sums["recovered"], sums["error"]) == (1, 1)
 
 
 def run(log, file, arguments):
