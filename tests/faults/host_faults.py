@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -16,6 +15,7 @@ from random import Random
 from typing import Any
 
 import psutil
+from tests import bad_networks
 
 HOLDS = r"""
 import socket, sys, time
@@ -35,13 +35,6 @@ print(len(connections), flush=True)
 time.sleep(1000)
 """
 """Run on a host: connections to ports, held until it is killed; says how many."""
-SLOW = ("tbf", "rate", "2mbit", "burst", "8kbit", "latency", "300ms")
-"""A queue of the kernel's traffic control."""
-LOST = 0.1
-"""Part of the packets that is lost, in each direction."""
-# Classic BPF: load a random word; below the bound return -1 (it matches), otherwise 0.
-LOSES = f"4,32 0 0 4294963256,53 1 0 {round(LOST * 2**32)},6 0 0 4294967295,6 0 0 0"
-"""A packet filter that matches :data:`LOST` of all packets. Rejected: netem, which many kernels lack."""
 LISTENS = "0A"
 """A socket that listens, in /proc/net/tcp."""
 OPEN = ("01", LISTENS)
@@ -74,56 +67,26 @@ Fault = Callable[[Struck, Random, int], AbstractContextManager[None]]
 
 
 @contextmanager
-def slow_network(struck: Struck, _rng: Random, _number: int) -> Iterator[None]:
+def slow(struck: Struck, _rng: Random, _number: int) -> Iterator[None]:
     """2 Mbit/s in packets of 576 bytes."""
-    with _queues(struck, SLOW):
-        for host in struck.hosts:
-            host.run("ip", "link", "set", "wire", "mtu", "576")
-        try:
-            yield
-        finally:
-            for host in struck.hosts:
-                host.run("ip", "link", "set", "wire", "mtu", "1500")
-
-
-@contextmanager
-def lossy_network(struck: Struck, _rng: Random, _number: int) -> Iterator[None]:
-    """Every tenth packet, at random, goes into a queue that drops it."""
-    with _queues(struck, ("handle", "1:", "htb", "default", "1")):
-        for host in struck.hosts:
-            for class_id in ("1:1", "1:2"):
-                rate = ("htb", "rate", "10gbit", "quantum", "60000")
-                host.run("tc", "class", "add", "dev", "wire", "parent", "1:",
-                         "classid", class_id, *rate)  # fmt: skip
-            host.run("tc", "qdisc", "add", "dev", "wire", "parent", "1:2", "blackhole")
-            host.run("tc", "filter", "add", "dev", "wire", "parent", "1:",
-                     "bpf", "bytecode", LOSES, "flowid", "1:2")  # fmt: skip
+    with bad_networks.slow_network(struck.hosts):
         yield
 
 
 @contextmanager
-def _queues(struck: Struck, queue: tuple[str, ...]) -> Iterator[None]:
-    """What each host sends goes through ``queue`` meanwhile."""
-    for host in struck.hosts:
-        host.run("tc", "qdisc", "add", "dev", "wire", "root", *queue)
-    try:
+def lossy(struck: Struck, _rng: Random, _number: int) -> Iterator[None]:
+    """Every tenth packet is lost, at random."""
+    with bad_networks.lossy_network(struck.hosts):
         yield
-    finally:
-        for host in struck.hosts:
-            host.run("tc", "qdisc", "del", "dev", "wire", "root")
 
 
-def held_network(shortest: float, longest: float) -> Fault:
+def held(shortest: float, longest: float) -> Fault:
     """All packets are dropped, in both directions, for so many seconds; nobody hears of it."""
 
     @contextmanager
     def fault(struck: Struck, rng: Random, _number: int) -> Iterator[None]:
-        _for_seconds(
-            struck,
-            rng.uniform(shortest, longest),
-            ("tc qdisc add dev wire root blackhole", "tc qdisc del dev wire root"),
-        )
-        yield
+        with bad_networks.held_network(struck.hosts, rng.uniform(shortest, longest)):
+            yield
 
     return fault
 
@@ -131,23 +94,8 @@ def held_network(shortest: float, longest: float) -> Fault:
 @contextmanager
 def cable_out(struck: Struck, rng: Random, _number: int) -> Iterator[None]:
     """The network devices of both hosts are down for up to 2 s."""
-    ends = ("ip link set wire down", "ip link set wire up")
-    _for_seconds(struck, rng.uniform(0.2, 2.0), ends)
-    yield
-
-
-def _for_seconds(struck: Struck, seconds: float, ends: tuple[str, str]) -> None:
-    """Run the first of two commands on both hosts, and the second ``seconds`` later.
-
-    At the highest priority: on a busy machine what is to last 2 s would last for 4, after which the
-    network counts as lost.
-    """
-    begin, end = (
-        "; ".join(f"nsenter -t {host.pid} -n {command}" for host in struck.hosts)
-        for command in ends
-    )
-    script = f"{begin}; sleep {seconds}; {end}"
-    subprocess.run(["nice", "-n", "-20", "sh", "-ec", script], check=True)
+    with bad_networks.cable_out(struck.hosts, rng.uniform(0.2, 2.0)):
+        yield
 
 
 @contextmanager

@@ -26,10 +26,10 @@ from tests.faults.host_faults import (
     Fault,
     Struck,
     cable_out,
-    held_network,
+    held,
     killed,
-    lossy_network,
-    slow_network,
+    lossy,
+    slow,
     sockets,
     stopped_host,
     strangers_stay,
@@ -116,13 +116,13 @@ LOST_WORKER = r"stage worker stage\d\.0 \(pid \d+\).* died"
 SERVER = "sipipe.engine.start.server"
 WORKER = "Worker_PP"
 KINDS = {
-    "the network between two hosts is slow, in small packets": Kind(slow_network, 2),
-    "a tenth of the packets between two hosts is lost": Kind(lossy_network, 4),
-    "the network between two hosts is held for up to 2 s": Kind(held_network(0.2, 2), 4),
+    "the network between two hosts is slow, in small packets": Kind(slow, 2),
+    "a tenth of the packets between two hosts is lost": Kind(lossy, 4),
+    "the network between two hosts is held for up to 2 s": Kind(held(0.2, 2), 4),
     "the cable between two hosts is out for up to 2 s": Kind(cable_out, 4),
     "strangers hold connections to all ports of two hosts": Kind(strangers_stay, 2),
     "a host of two is stopped for up to 3 s": Kind(stopped_host(0.5, 3), 4),
-    "the network between two hosts is held for 10 s": Kind(held_network(10, 10), 2, LOST_HOST),
+    "the network between two hosts is held for 10 s": Kind(held(10, 10), 2, LOST_HOST),
     "a host of two is stopped for 15 s": Kind(stopped_host(15, 15), 2, LOST_HOST),
     "a worker of two hosts is killed": Kind(killed((1, WORKER), (0, WORKER)), 2, LOST_WORKER),
     "the server or agent of two hosts is killed": Kind(
