@@ -1,5 +1,6 @@
 """SiPipe's own options are told from vLLM's, which go through untouched."""
 
+import argparse
 import json
 import socket
 import subprocess
@@ -74,6 +75,22 @@ def test_an_option_is_json_or_given_key_by_key(tmp_path, dotted, in_file):
             parser.parse_args(words)
     assert parser.parse_args(keys).additional_config
     assert parser.parse_args(json_words).additional_config["sipipe"] == {"samplers": 2}
+
+
+def test_vllms_command_is_refused_what_it_would_leave_out(monkeypatch, capsys):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from sipipe.engine.start import plugin, refusals
+
+    json_words = ["--additional-config", '{"sipipe": {"samplers": 2}}']
+    words = ["vllm", "serve", "m", *json_words, "--additional-config.sipipe.inflight=3"]
+    monkeypatch.setattr("sys.argv", words)
+    for module in (plugin, refusals):
+        monkeypatch.setattr(module, "is_vllms_command", lambda: True)
+    args = argparse.Namespace(distributed_executor_backend="sipipe.Executor")
+    with pytest.raises(SystemExit) as end:
+        plugin._convert(pytest.fail, object, args)  # noqa: SLF001, as vLLM calls it
+    assert end.value.code
+    assert "--additional-config is given as JSON, and" in capsys.readouterr().err
 
 
 def test_ours_are_taken_from_anywhere():

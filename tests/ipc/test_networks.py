@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from functools import partial
 from types import SimpleNamespace
@@ -113,7 +114,8 @@ def test_what_is_unacknowledged_counts_from_the_first_look_that_finds_it(monkeyp
         return struct.pack("=24xI28xI84xI", sent, acknowledged_ms, unsent)
 
     monkeypatch.setattr(tcp.time, "monotonic", lambda: now)
-    connection = tcp.Unacknowledged(SimpleNamespace(getsockopt=getsockopt))
+    ends = SimpleNamespace(getsockopt=getsockopt, setsockopt=lambda *_: None)
+    connection = tcp.Unacknowledged(ends)
     assert connection.seconds() == 0  # idle, and the last acknowledgement is old
     sent = 1
     assert connection.seconds() == 0
@@ -130,3 +132,19 @@ def test_what_is_unacknowledged_counts_from_the_first_look_that_finds_it(monkeyp
     unsent = 1
     now = 120.0
     assert connection.seconds() == 0
+
+
+def test_what_is_unacknowledged_is_sent_again_every_second():
+    """Also where the network was away for long, where Linux would wait for longer and longer."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        option = tcp._TCP_RTO_MAX_MS  # noqa: SLF001, the kernel's number
+        try:
+            connection.getsockopt(socket.IPPROTO_TCP, option)
+        except OSError:
+            pytest.skip("this kernel is older than Linux 6.15")
+        watched = tcp.Unacknowledged(connection)
+        assert watched.seconds() == 0
+        assert connection.getsockopt(socket.IPPROTO_TCP, option) == 1000

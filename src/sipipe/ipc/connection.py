@@ -2,16 +2,17 @@
 
 Who runs here
     One thread at a time receives; any thread sends, interrupts or closes. A thread of each
-    connection makes the attempts to connect, and sees the peer come and go. ZeroMQ's own thread
+    connection makes the attempts to connect, sees the peer come and go, and looks at the network. ZeroMQ's own thread
     does the network and the heartbeats, so that sending never waits and what comes lies ready.
 Guarantees
     The peer has the same secret (:mod:`sipipe.ipc.secret`), or this connection's own ``token``, or
     nothing is exchanged. Messages arrive whole and in order, after what was sent before them. A
     peer that ends, is stopped, or cannot be reached any more is noticed, also by a process that
     waits for something else: at once if its process ended, after ``NETWORK_MS`` and a second if the
-    network is gone (which the kernel sees, however busy the processes are), after ``SILENCE_MS``
+    network is gone (by the kernel's counters: a busy process sees it late, and never wrongly), after ``SILENCE_MS``
     and a second if its process is stopped; what it sent has been received by then. A network that
-    comes back earlier loses nothing, however often it goes.
+    comes back within 3 s loses nothing, however often it goes: what was sent is sent again every
+    second (:class:`.tcp.Unacknowledged`; on Linux before 6.15 after longer and longer pauses).
     Nothing is received before its sender is met, so that it can be answered.
     One peer is met, once: a connection that was lost is not made again, and whoever else comes to
     the port is heard by nobody, not by ZeroMQ either (:func:`.tcp.deafen`). Before that a stranger

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from sipipe.errors import ConfigError, ResourceError, tell
 
@@ -20,6 +21,11 @@ OTHER_PORT = (
 )
 _SO_ATTACH_FILTER = 26  # of <asm/socket.h>; Python's module has no name for it
 _INSTRUCTION = struct.Struct("HBBI")  # of classic BPF: code, jumps if true and if false, operand
+_TCP_INFO = struct.Struct("=B23xI24xII84xI")  # the fields of _TcpInfo, in `struct tcp_info`
+_TCP_RTO_MAX_MS = 44  # of <linux/tcp.h>, 6.15 and later; Python's module has no name for it
+_RETRANSMISSION_MS = 1000
+"""Milliseconds after which what is unacknowledged is sent again, at most: the least that Linux takes. Its
+own pauses double, so that a network which comes back after 3.1 s is tried again after 6.2 s only."""
 _RETURN = 6
 _LOAD_WORD = 0x20
 _JUMP_IF_EQUAL = 0x15
@@ -199,12 +205,30 @@ def _filter(listener: socket.socket, program: Sequence[tuple[int, int, int, int]
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
 
 
+class _TcpInfo(NamedTuple):
+    """Some fields of a socket in the kernel, by ``struct tcp_info``."""
+
+    state: int
+    """State of TCP, such as :data:`_CLOSED`."""
+    sent: int
+    """Segments that are on their way, and not acknowledged."""
+    data_ms: int
+    """Milliseconds since data came."""
+    acknowledged_ms: int
+    """Milliseconds since an acknowledgement came."""
+    unsent: int
+    """Bytes that have not left this host; 0 on kernels before 4.6, which do not say it."""
+
+
+def _tcp_info(connection: socket.socket) -> _TcpInfo:
+    """Ask the kernel about a socket. Raises OSError: it is no TCP connection any more."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return _TcpInfo(*_TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0")))
+
+
 def waiting_connections(listener: socket.socket) -> int:
     """Connections to ``listener`` that nobody has accepted."""
-    # `struct tcp_info`: of a listening socket, the fifth counter is the queue's length.
-    info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)
-    (waiting,) = struct.unpack("=24xI", info)
-    return int(waiting)
+    return _tcp_info(listener).sent  # of a listening socket, the queue's length
 
 
 class Unacknowledged:
@@ -221,21 +245,20 @@ class Unacknowledged:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        with suppress(OSError):  # an older kernel, or the connection has ended
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMISSION_MS)
         self._since: float | None = None
         """Time of the first of the looks in a row that found nothing new acknowledged; None: the last
         look found nothing that is to be acknowledged."""
 
     def seconds(self) -> float:
         """Look, and return the seconds. Raises OSError: it is no TCP connection any more."""
-        # `struct tcp_info`: segments on their way, milliseconds since an acknowledgement came, and
-        # bytes that have not left.
-        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
-        sent, acknowledged_ms, unsent = struct.unpack("=24xI28xI84xI", info.ljust(148, b"\0"))
+        info = _tcp_info(self.connection)
         now = time.monotonic()
-        if not sent and not unsent:
+        if not info.sent and not info.unsent:
             self._since = None
             return 0.0
-        if self._since is None or now - acknowledged_ms / 1e3 > self._since:
+        if self._since is None or now - info.acknowledged_ms / 1e3 > self._since:
             self._since = now
         return now - self._since
 
@@ -249,16 +272,13 @@ class Unacknowledged:
 def what_was_seen(connection: socket.socket, heartbeat: float) -> str:
     """The way in which ``connection`` ended, as a clause. Something came on it every ``heartbeat``
     seconds while it lived."""
-    # `struct tcp_info`: its state, then the milliseconds since data were sent, an acknowledgement was
-    # sent, data came and an acknowledgement came.
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-    state, _, _, data_ms, acknowledged_ms = struct.unpack("=B7x36x4I", info)
-    if state in _CLOSED_BY_PEER:
+    info = _tcp_info(connection)
+    if info.state in _CLOSED_BY_PEER:
         return "it closed the connection"
     bound_ms = 2e3 * heartbeat
-    if data_ms < bound_ms:
-        return "it reset the connection" if state == _CLOSED else "it broke the protocol"
-    silence = f"it was silent for {data_ms / 1e3:.1f} s"
-    if acknowledged_ms < bound_ms:
+    if info.data_ms < bound_ms:
+        return "it reset the connection" if info.state == _CLOSED else "it broke the protocol"
+    silence = f"it was silent for {info.data_ms / 1e3:.1f} s"
+    if info.acknowledged_ms < bound_ms:
         return f"{silence}, while its machine answered"
     return silence

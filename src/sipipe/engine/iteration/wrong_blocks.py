@@ -1,8 +1,8 @@
 """Blocks of the KV cache that hold what nobody may read: a connector did not fill them, or they have NaN.
 
-vLLM computes a prompt again whose blocks were not loaded. Here it also takes out of the prefix cache
-what was computed with such blocks behind its back, as SiPipe's scheduler is ahead of the results, and
-lets the requests begin anew instead of in place, because the samplers know their tokens.
+vLLM computes a prompt again whose blocks were not loaded. SiPipe's scheduler is ahead of the results, so
+other requests may have computed with such blocks before that is known: their blocks leave the prefix
+cache too. And requests begin anew instead of in place, because the samplers know their tokens.
 
 Who runs here: the engine's thread only.
 """

@@ -23,7 +23,7 @@ except ImportError:  # vLLM 0.32
 from sipipe.config import OPTIONS, SiPipeConfig
 from sipipe.engine.setup.checkpoint import check_model
 from sipipe.engine.start.plugin import EXECUTOR_NAMES, register
-from sipipe.engine.start.refusals import checked
+from sipipe.engine.start.refusals import before_end, check_given_once, checked
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
@@ -79,14 +79,7 @@ class OneLineParser(FlexibleArgumentParser):
         key, of which vLLM would leave the JSON out."""
         self._words = list(sys.argv[1:] if args is None else args)
         parsed: argparse.Namespace = super().parse_args(args, namespace)
-        options = {word.partition("=")[0].replace("_", "-") for word in _before_end(self._words)}
-        for name in options:
-            option, dot, key = name.partition(".")
-            if dot and option.startswith("--") and option in options:
-                raise ConfigError(
-                    f"{option} is given as JSON, and {option}.{key} beside it: give all of it as JSON, "
-                    f"or all as {option}.KEY"
-                )
+        check_given_once(self._words)
         return parsed
 
     def load_config_file(self, file_path: str) -> list[str]:
@@ -123,11 +116,6 @@ class OneLineParser(FlexibleArgumentParser):
         raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))
 
 
-def _before_end(words: list[str]) -> list[str]:
-    """Those of a command line's ``words`` that may be options: all before ``--``."""
-    return words[: words.index("--")] if "--" in words else words
-
-
 def _options(parser: argparse.ArgumentParser) -> list[str]:
     """Options of ``parser`` and of its subcommands."""
     options: list[str] = []
@@ -153,7 +141,7 @@ class _WordsParser(OneLineParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         line = list(args or ())
-        end = len(_before_end(line))
+        end = len(before_end(line))
         parsed, extra = super().parse_known_args(line[:end], namespace)
         parsed.words = [word for word in extra if not word.startswith("-")] + line[end + 1 :]
         return parsed, [option for option in extra if option.startswith("-")]

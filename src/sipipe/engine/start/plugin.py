@@ -18,7 +18,12 @@ from multiprocessing import current_process, parent_process
 from typing import Any
 from unittest.mock import patch
 
-from sipipe.engine.start.refusals import checked, in_one_line, is_vllms_command
+from sipipe.engine.start.refusals import (
+    check_given_once,
+    checked,
+    in_one_line,
+    is_vllms_command,
+)
 from sipipe.environment import check_environment
 from sipipe.errors import ConfigError
 from sipipe.extending import extends
@@ -111,6 +116,8 @@ def _convert(convert: Callable[..., Any], cls: type, args: Any) -> Any:
 
     with in_one_line():
         if asks_for_sipipe(getattr(args, "distributed_executor_backend", None)):
+            if is_vllms_command():
+                check_given_once(sys.argv)
             for adapter in getattr(args, "lora_modules", None) or ():
                 # vLLM looks when the engine has started.
                 path = os.path.expanduser(adapter.path)

@@ -4,7 +4,7 @@ Who runs here: each process that makes a configuration, before an engine is star
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gaierror
@@ -114,3 +114,21 @@ def is_vllms_command() -> bool:
     spec = getattr(main, "__spec__", None)
     name = spec.name if spec else Path(getattr(main, "__file__", None) or "").name
     return name.partition(".")[0] == "vllm"
+
+
+def before_end(words: Sequence[str]) -> Sequence[str]:
+    """Those of a command line's ``words`` that may be options: all before ``--``."""
+    return words[: words.index("--")] if "--" in words else words
+
+
+def check_given_once(words: Sequence[str]) -> None:
+    """Raise ConfigError if an option of a command line's ``words`` is given as JSON and key by key. vLLM
+    would take the keys, and leave the JSON out in silence."""
+    options = {word.partition("=")[0].replace("_", "-") for word in before_end(words)}
+    for name in sorted(options):
+        option, dot, key = name.partition(".")
+        if dot and option.startswith("--") and option in options:
+            raise ConfigError(
+                f"{option} is given as JSON, and {option}.{key} beside it: give all of it as JSON, "
+                f"or all as {option}.KEY"
+            )
