@@ -183,6 +183,10 @@ class Idle:
 
     def __init__(self):
         self.ready, self.killed = [], []
+        self.ended = queue.SimpleQueue()
+        """Names of those that were asked to end."""
+        self.amid_start = lambda: None
+        """What another thread does while a child is being started."""
         self.last = None
         """The child that was started last."""
 
@@ -190,7 +194,12 @@ class Idle:
         for end in ends:
             end.close()
         self.last = SimpleNamespace(name=name, process=self.process(), say=lambda _: None)
+        self.amid_start()
         return self.last
+
+    def end(self, names):
+        for name in names:
+            self.ended.put(name)
 
     def process(self):
         return SimpleNamespace(pid=1, returncode=None, kill=lambda: self.killed.append(self.last))
@@ -206,9 +215,13 @@ class Channel:
 
     def __init__(self):
         self.uses = {}
+        self.readers = []
 
     def behind(self):
         return self.uses
+
+    def add_reader(self, name):
+        self.readers.append(name)
 
     def remove_reader(self, name):
         pass
@@ -244,6 +257,37 @@ def test_requests_that_no_sampler_survives_never_end_the_engine(idle):
         die()
     with pytest.raises(WorkerDiedError, match="sampler0 keeps dying"):
         die()
+
+
+def test_a_sampler_that_dies_just_before_all_end_is_no_failure(idle):
+    """Nobody draws on CPUs from then on, so nobody needs it, and nobody has to be told."""
+    idle.let_go()
+    idle.replace("sampler0", "signal 9")
+    assert idle.engine.started.empty()
+
+
+def test_a_successor_that_starts_while_all_are_let_go_ends_too(idle):
+    """Those who end the samplers end them by name, and this one had no name yet."""
+    idle.idle.amid_start = idle.let_go
+    idle.replace("sampler0", "signal 9")
+    assert idle.idle.ended.get(timeout=30) == "sampler0"
+    assert idle.engine.started.empty()
+
+
+def test_a_successor_is_no_reader_of_channels_that_were_let_go(idle):
+    """Whoever publishes would wait for it."""
+    idle.admit(0, Snapshot([], [], []))
+    assert idle.logits.readers == ["sampler0"]
+    idle.let_go()
+    idle.admit(0, Snapshot([], [], []))
+    assert idle.logits.readers == ["sampler0"]
+
+
+def test_a_spare_that_starts_while_all_are_let_go_ends_too(idle, at_once):
+    idle.spare.want()
+    idle.idle.amid_start = idle.let_go
+    idle.spare.keep()
+    assert idle.idle.ended.get(timeout=30) == SPARE
 
 
 def test_what_is_measured_is_what_the_others_say_where_one_died(idle):

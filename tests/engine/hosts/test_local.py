@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 from sipipe.engine.hosts import local as host
 from sipipe.engine.hosts.local import LocalHost
-from sipipe.messages.hosts import MakeLogits
+from sipipe.messages.hosts import EndSamplers, MakeLogits
 from sipipe.observe.live import LivePage, PageHeader
 
 
@@ -54,3 +54,22 @@ def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
         made.close()
         assert affinities.pop() == where
         assert os.sched_getaffinity(0) == before
+
+
+def test_samplers_are_let_go_before_they_are_asked_to_end(monkeypatch):
+    """The successor of one that has just died would otherwise be started by a thread that does not know
+    of the end, and become a reader for which every publisher waits."""
+    calls = Mock()
+    calls.Samplers.return_value = Mock(names=["sampler0"], sockets=[])
+    calls.Samplers.return_value.let_go = calls.let_go
+    monkeypatch.setattr(host, "LogitsChannel", Mock())
+    monkeypatch.setattr(host, "Workers", lambda *_: Mock(names=["stage0"]))
+    monkeypatch.setattr(host, "Samplers", calls.Samplers)
+    monkeypatch.setattr(host.DispatchProducer, "remove_reader", calls.remove_reader)
+    monkeypatch.setattr(host.Children, "end", calls.end)
+    made = started((((),), ((),)))
+    made.do(MakeLogits(None))
+    calls.reset_mock()
+    made.do(EndSamplers())
+    assert [call[0] for call in calls.mock_calls] == ["let_go", "end", "remove_reader"]
+    made.close()

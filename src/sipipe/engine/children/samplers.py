@@ -131,8 +131,12 @@ class Samplers:
         self._channels: tuple[DispatchProducer, LogitsChannel] | None = None
         """BIC-I and BIC-L, from :meth:`open` to :meth:`let_go`."""
         self._looking = threading.Lock()  # wait: held for moments; nobody waits under it
-        """Held while the events thread reads BIC-L, and while :meth:`let_go` forgets it: whoever calls
-        that closes the channel behind it."""
+        """Held while the events thread reads BIC-L, while a successor becomes a reader, and while
+        :meth:`let_go` forgets the channels: whoever calls that removes their readers and closes BIC-L
+        behind it."""
+        self._over = False
+        """True once samplers were let go. Invariant: set before they are asked to end, so a successor
+        that this request has missed is started by a thread that sees the word."""
         self.names = [sampler_name(index) for index in range(len(cores))]
         self.spare = SpareSampler(self._children, self._start)
         started = [self._start(name) for name in self.names]
@@ -168,6 +172,8 @@ class Samplers:
         """Have a successor take the place of sampler ``name``, which died for ``reason``. It starts in a
         thread of its own; the events thread calls. Raises WorkerDiedError: the sampler died before it
         could draw, or keeps dying."""
+        if self._over:
+            return  # it died just before it was to end, and has nothing to draw
         if self._channels is None:
             raise WorkerDiedError(f"{name} ended while starting ({reason}): see its message above")
         self._forget(name)
@@ -290,21 +296,24 @@ class Samplers:
         return seconds / max(1, sum(block[word] for block in self.figures))
 
     def let_go(self) -> None:
-        """Forget the channels, at whose closing all samplers end, and end the spare."""
+        """Forget the channels, and end the spare; nobody who dies from now on is replaced. The caller
+        asks the samplers to end, and closes the channels."""
         with self._looking:
+            self._over = True
             self._channels = None
         self.spare.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin with ``snapshot``, behind the message of BIC-I
         that was published last. The caller holds ``bus.order``, so nothing is published meanwhile."""
-        if self._channels is None:
-            return  # the samplers were let go meanwhile
-        ring, logits = self._channels
-        self._forget(self.names[index])
-        ring.add_reader(self.names[index])
-        logits.add_reader(self.names[index])
-        self._started[index].say(self._boot(index, snapshot=snapshot))
+        with self._looking:
+            if self._channels is None:
+                return  # the samplers were let go meanwhile
+            self._forget(self.names[index])
+            for channel in self._channels:
+                channel.add_reader(self.names[index])
+            boot = self._boot(index, snapshot=snapshot)
+        self._started[index].say(boot)
 
     def _forget(self, name: str) -> None:
         """Have no channel wait for the reader ``name`` any more."""
@@ -377,6 +386,10 @@ class Samplers:
                 child, tokens = spare
                 self._bind(child)
             self._started[index] = child
+            if self._over:
+                tokens.close()
+                self._children.end([child.name])
+                return
             self.events.started_again(index, tokens, poison)
         except Exception as error:
             self.events.failed(error)

@@ -41,6 +41,7 @@ class SpareSampler:
         self._start = start
         self._due = math.inf
         self._process: Started | None = None
+        self._closed = False
         self.warm = False
         """True while there is a spare that has compiled, and could take a place now."""
 
@@ -60,6 +61,8 @@ class SpareSampler:
             self._due = time.monotonic() + AGAIN_SECONDS
             logger.warning("no spare sampler can be started now: %s", error)
             return AGAIN_SECONDS
+        if self._closed:  # meanwhile, by another thread, which has not seen this process
+            self._end()
         return math.inf
 
     def take(self, name: str) -> Started | None:
@@ -76,12 +79,19 @@ class SpareSampler:
 
     def ended(self, how: str) -> None:
         """Forget the spare, which died before it had a place, and have another started later."""
+        if self._closed:
+            return
         logger.info("the spare sampler died (%s); another starts in %g s", how, AGAIN_SECONDS)
-        self.close()
+        self._end()
         self._due = time.monotonic() + AGAIN_SECONDS
 
     def close(self) -> None:
         """End the spare, if there is one, and start no other."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        """End the spare, if there is one."""
         spare = self._process
         self._process = None
         self.warm = False

@@ -117,10 +117,10 @@ class LocalHost:
     def _end_samplers(self) -> None:
         """End all samplers and BIC-L, since the last stage draws on its device."""
         names = self._samplers.names
+        self._samplers.let_go()  # first: the successor of one that has just died is none of `names`
         self._children.end(names)
         for name in names:
             self._ring.remove_reader(name)
-        self._samplers.let_go()
         self._logits.close()
 
     def publish(self, message: Sequence[Any]) -> None:
