@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="hidden states are vLLM's")
 
 from sipipe.messages.drafts import LEFT_OUT, DraftRequest  # noqa: E402
 from sipipe.messages.step import int32_bytes, int32_view  # noqa: E402
-from sipipe.worker.drafter import Drafter  # noqa: E402
+from sipipe.worker.drafter import NOTHING_KEPT, Drafter  # noqa: E402
 
 BLOCK = 4
 WIDTH = 30
@@ -71,6 +71,7 @@ def prepared(requests, iteration=0):
         iteration=iteration,
         buffer_set=0,
         num_reqs=len(requests),
+        num_tokens=total,
         num_logits=int(first_logits[-1]),
         logits_rows=np.array(rows, np.int64),
         following=np.array([0 if done else 7000 + i for i, done in enumerate(samples)], np.int64),
@@ -93,7 +94,7 @@ def prepared(requests, iteration=0):
     return inputs, source, state, (tables, slots[None]), drawn
 
 
-def stage(source, state, tables, head):
+def stage(source, state, tables, head, compare=lambda _: None):
     runner = SimpleNamespace(
         device=torch.device("cpu"),
         model=SimpleNamespace(),
@@ -102,7 +103,8 @@ def stage(source, state, tables, head):
         block_tables=SimpleNamespace(block_sizes=[BLOCK]),
     )
     answers = []
-    return Drafter(head, runner, [source], slots=SLOTS, answer=answers.append), answers
+    made = Drafter(head, runner, [source], slots=SLOTS, answer=answers.append, compare=compare)
+    return made, answers
 
 
 REQUEST = st.one_of(
@@ -240,3 +242,38 @@ def test_a_head_that_fails_is_answered_for():
         )
     assert [answer.drafts for answer in answers] == [b"", b""]
     assert made.done == 2
+
+
+PROMPT = (0, 5, 0, 9)
+DECODES = (9, 1, 0, 4)
+
+
+@pytest.mark.parametrize("requests", [[DECODES], [PROMPT], [DECODES, PROMPT]])
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_ranks_compare_each_pass_of_the_head_and_nothing_else(requests, error):
+    """A rank that has left a pass out would take part in others' sums of that pass with its next ones."""
+    inputs, source, state, tables, drawn = prepared(requests)
+    compared = []
+    made, _ = stage(source, state, tables, Head(error), compared.append)
+    made.keep(inputs)
+    assert compared == [error] * (PROMPT in requests)
+    compared.clear()
+    ask(made, 0, [5] * len(drawn))
+    kept = DECODES in requests and (error is None or PROMPT not in requests)
+    assert compared == [error if kept else NOTHING_KEPT]
+
+
+def test_ranks_whose_passes_differ_end():
+    class OthersRanError(Exception):
+        pass
+
+    def compare(error):
+        if error is not None:
+            raise OthersRanError
+
+    inputs, source, state, tables, _ = prepared([DECODES])
+    made, answers = stage(source, state, tables, Head(RuntimeError("out of memory")), compare)
+    made.keep(inputs)
+    with pytest.raises(OthersRanError):
+        ask(made, 0, [5])
+    assert not answers

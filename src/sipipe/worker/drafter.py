@@ -11,7 +11,8 @@ Who runs here: the device thread.
 Invariant: a request for drafts is run before any iteration that was published after it was sent. So the
     blocks that its rows write to are still those of its requests.
 Relies on: the ranks of a stage run requests and iterations in the same order (:class:`.DoubleBuffer`),
-    for there are collectives in the head.
+    for there are collectives in the head; for the same reason they compare whether a pass has failed
+    (:mod:`.agreement`).
 Rejected: keeping whole iterations, which for prompts are hidden states of thousands of tokens.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +37,11 @@ from sipipe.worker.inputs.model_input import ModelInput
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NOTHING_KEPT = LookupError("nothing is kept of the iteration")
+"""Outcome of a request for drafts that a rank cannot run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +141,7 @@ class Drafter:
         *,
         slots: int,
         answer: Callable[[Drafted], None],
+        compare: Callable[[Exception | None], None] = lambda _: None,
     ) -> None:
         """Make it with nothing kept.
 
@@ -144,6 +151,8 @@ class Drafter:
             buffers: sets that iterations are prepared in.
             slots: microbatches in flight.
             answer: sends drafts to the engine; of other ranks than the first it does nothing.
+            compare: takes what a pass of the head has raised on this rank, or None, and raises where
+                the other ranks' passes ended in another way.
         """
         self._head = head
         self._runner = runner
@@ -152,7 +161,7 @@ class Drafter:
         self._answer = answer
         self._kept: dict[int, Kept] = {}
         self._device = runner.device
-        self._reading = BestEffort("a draft head's pass over prompts", bounded=False)
+        self._compare = compare
         self._keeping = BestEffort("keeping what a draft head reads", bounded=False)
         self._proposing = BestEffort("drafts of a head", bounded=False)
         self.done = 0
@@ -165,10 +174,50 @@ class Drafter:
         for number in [number for number in self._kept if number <= inputs.iteration - self._slots]:
             del self._kept[number]
         state = self._runner.execute_model_state
-        if state is not None:
-            self._keeping(None, self._keep, inputs, state)
+        if state is None:
+            return
+        samples, waiting = self._tokens_of(inputs)
+        if waiting.sum() < inputs.num_tokens:
+            self._run(self._keeping, None, self._keep, inputs, state, samples, waiting)
+        else:  # the head does not run, so there is nothing to compare
+            self._keeping(None, self._keep, inputs, state, samples, waiting)
 
-    def _keep(self, inputs: ModelInput, state: Any) -> None:
+    def _run(
+        self,
+        effort: BestEffort,
+        otherwise: T,
+        call: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run the head by ``call``, on all ranks alike; the answer is ``otherwise`` where it raises on all
+        of them. Raises RanksDifferError: it did on some."""
+        failed: list[Exception] = []
+
+        def noted() -> T:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                failed.append(error)
+                raise
+
+        result = effort(otherwise, noted)
+        self._compare(failed[0] if failed else None)
+        return result
+
+    def _tokens_of(self, inputs: ModelInput) -> tuple[NDArray[np.bool_], Int32]:
+        """Requests of an iteration that get a token, [B], and how many tokens of each wait for it, [B]."""
+        source = self._buffers[inputs.buffer_set]
+        count = inputs.num_reqs
+        scheduled = source.num_scheduled_tokens.np[:count]
+        computed = source.num_computed_tokens.np[:count]
+        samples = computed + scheduled >= source.prefill_lens.np[:count]
+        waiting = np.where(samples, 1 + source.num_drafts.np[:count], 0).astype(np.int32)
+        return samples, waiting
+
+    def _keep(
+        self, inputs: ModelInput, state: Any, samples: NDArray[np.bool_], waiting: Int32
+    ) -> None:
         source = self._buffers[inputs.buffer_set]
         count = inputs.num_reqs
         batch = state.input_batch
@@ -187,13 +236,8 @@ class Drafter:
         ends = source.starts.np[1 : count + 1]
         scheduled = source.num_scheduled_tokens.np[:count]
         drafts = source.num_drafts.np[:count]
-        computed = source.num_computed_tokens.np[:count]
-        samples = computed + scheduled >= source.prefill_lens.np[:count]
-        waiting = np.where(samples, 1 + drafts, 0).astype(np.int32)
         if (scheduled > waiting).any():
-            self._reading(
-                None, self._read, forward, inputs, samples, ends - waiting, scheduled - waiting
-            )
+            self._read(forward, inputs, samples, ends - waiting, scheduled - waiting)
         if samples.any():
             rows = np.flatnonzero(samples)
             rows = rows[np.argsort(waiting[rows], kind="stable")]
@@ -241,7 +285,9 @@ class Drafter:
         pending = self._kept.pop(request.iteration, None)
         drafts = b""
         if pending is not None:
-            drafts = self._proposing(b"", self._propose, request, pending)
+            drafts = self._run(self._proposing, b"", self._propose, request, pending)
+        else:
+            self._compare(NOTHING_KEPT)
         self._answer(
             Drafted(
                 iteration=request.iteration,

@@ -20,20 +20,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.errors import DamagedError, UnsupportedError
 from sipipe.messages.drafts import Drafted, DraftRequest
 from sipipe.messages.header import Header, Kind
 from sipipe.messages.replies import IterationReport, KVReport
-from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.start_records import WorkerBoot
 from sipipe.messages.step import int32_view
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
+from sipipe.worker.agreement import agreement, comparison
 from sipipe.worker.device import Device, Launched
-from sipipe.worker.double_buffer import DoubleBuffer, Work
+from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.hooks.draws import NothingDrawn
 from sipipe.worker.hooks.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
 from sipipe.worker.inputs.kernels import Int32
@@ -144,24 +144,8 @@ def drafter_of(around: Surroundings, preparation: SiPipePrepares, slots: int) ->
         preparation.buffers,
         slots=slots,
         answer=around.report if around.reports else lambda _: None,
+        compare=comparison(around.boot.place, around.boot.config.stall_timeout),
     )
-
-
-def agreement(place: StagePlace) -> Callable[[Work], Work]:
-    """A function by which all ranks of a stage do what its first one does next. A head has collectives,
-    and each rank hears of drafts and of iterations in its own time."""
-    if place.tp_size == 1:
-        return lambda work: work
-    group = get_tp_group()
-    word = torch.zeros(1, dtype=torch.int64)
-
-    def agree(work: Work) -> Work:
-        word.fill_(work)
-        # wait: none here, the engine's for an iteration; the first rank, which gets the same messages
-        torch.distributed.broadcast(word, src=group.ranks[0], group=group.cpu_group)
-        return Work(int(word))
-
-    return agree
 
 
 SETS = 2
