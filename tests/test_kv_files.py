@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import safetensors.torch  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 
 from sipipe.errors import ConfigError, UnsupportedError  # noqa: E402
 from sipipe.kv_files import connector  # noqa: E402
@@ -339,8 +340,8 @@ class Config:
         return "{}"
 
 
-def namespace_of(load_format="auto", **changes):
-    """What is compared of a server whose model's configuration has these values."""
+def configured(load_format="auto", **changes):
+    """The configuration of a server whose model's configuration has these values."""
     model = SimpleNamespace(
         model="a-name/on-the-hub",
         hf_config=Config(),
@@ -352,16 +353,90 @@ def namespace_of(load_format="auto", **changes):
         dtype=torch.float32,
     )
     vars(model).update(changes)
-    config = SimpleNamespace(
+    return SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(
             cache_dtype="auto", block_size=32, prefix_caching_hash_algo="sha256"
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
         device_config=SimpleNamespace(device_type="cpu"),
         load_config=SimpleNamespace(load_format=load_format),
     )
-    return connector.manifest(config, SimpleNamespace(kv_cache_layout="LBHNC"))
+
+
+def namespace_of(load_format="auto", **changes):
+    """What is compared of a server whose model's configuration has these values."""
+    caches = SimpleNamespace(kv_cache_layout="LBHNC")
+    return connector.manifest(configured(load_format, **changes), caches)
+
+
+class Server:
+    """The scheduler's side of a server of a model with one layer, whose worker's side stores at once."""
+
+    def __init__(self, directory):
+        config = configured(get_total_num_hidden_layers=lambda: 1)
+        config.kv_transfer_config = SimpleNamespace(
+            kv_connector_extra_config={"directory": str(directory)},
+            is_kv_consumer=True,
+            is_kv_producer=True,
+        )
+        caches = SimpleNamespace(
+            kv_cache_groups=[None], hash_block_size=None, kv_cache_layout="LBHNC"
+        )
+        self.files = connector.KVFiles(config, KVConnectorRole.SCHEDULER, caches)
+        self.files.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda _: ([1, 2, 3],)))
+
+    def found(self, request):
+        """Tokens of a request that are stored."""
+        return self.files.get_num_new_matched_tokens(request, 0)[0]
+
+    def begin(self, request):
+        self.files.update_state_after_alloc(request, None, 0)
+
+    def compute(self, request, computed, tokens):
+        """Compute so many tokens behind those that are ``computed``; returns the blocks stored."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id], num_computed_tokens=[computed]
+            ),
+            num_scheduled_tokens={request.request_id: tokens},
+        )
+        moves = self.files.build_connector_meta(output)
+        layers = {0: torch.zeros(2, 4)}
+        for block_hash, _ in moves.stores:
+            self.files._store.write(moves.namespace, block_hash, "0-1.0-1.safetensors", layers)  # noqa: SLF001
+        return len(moves.stores)
+
+
+def a_request(name="a"):
+    return SimpleNamespace(
+        request_id=name,
+        num_tokens=97,
+        num_prompt_tokens=97,
+        lora_request=None,
+        block_hashes=[bytes([number]) * 4 for number in range(3)],
+    )
+
+
+def test_what_other_weights_have_computed_is_never_found(tmp_path):
+    """Neither by a server whose weights have changed, nor by one that has the checkpoint's."""
+    server, other = Server(tmp_path), Server(tmp_path)
+    request = a_request()
+    server.begin(request)
+    assert server.compute(request, 0, 64) == 2
+    assert server.found(request) == other.found(request) == 64
+    assert server.files.reset_cache()
+    assert server.found(request) == 0
+    assert other.found(request) == 64
+    assert server.compute(request, 64, 33) == 0, "its first blocks are the old weights'"
+    server.begin(request)  # anew, after a preemption
+    assert server.compute(request, 0, 97) == 3
+    assert server.found(request) == 96
+    assert other.found(request) == 64
+    assert server.files.reset_cache()
+    assert server.found(request) == 0
+    assert Server(tmp_path).found(request) == 64
 
 
 def test_what_decides_the_keys_of_a_cache_is_compared():

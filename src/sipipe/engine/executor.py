@@ -22,6 +22,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import set_torch_threads_for_runtime
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor as VllmExecutor
@@ -47,6 +48,11 @@ logger = init_logger(f"vllm.{__name__}")
 
 CHANGE_WEIGHTS = ("reload_weights", "reset_weights", "start_weight_update", "update_weights")
 """Control calls that change the model's weights."""
+WEIGHTS_STAY = (
+    "every stage has rows of the output projection, which would not change: set "
+    '"vocabulary": "last" in the sipipe config'
+)
+"""Reason for which no call may change them where the projection is shared out, with a remedy."""
 
 
 @contextmanager
@@ -117,8 +123,9 @@ class Executor(VllmExecutor):
         self._closed = False
         self._shares = False
         """True once the output projection is shared out over the stages."""
-        self._shares_caches = kv_files.is_used(self.vllm_config.kv_transfer_config)
-        """True if prompts' caches are in files, whose names say which weights they are of."""
+        self._shared_caches: KVConnectorBase | None = None
+        """Scheduler's connector, if it keeps prompts' caches in files, whose names say which weights they
+        are of."""
         self._pipeline: Pipeline = Pipeline(self._setup, meet(self._setup), self._fail)
         # A finalizer of multiprocessing's also runs where vLLM has forked this process, which ends
         # without Python's own end. Children that are stopped would otherwise stay when a later step of
@@ -165,18 +172,23 @@ class Executor(VllmExecutor):
         """Call ``method`` on every worker, after the iterations that are already scheduled.
 
         Returns the results by rank, or only that of ``unique_reply_rank``; with ``non_block`` a future
-        of them. Raises ConfigError: the call would change weights of which every stage has rows,
-        or whose caches other servers load. TimeoutError: it took more than ``timeout`` seconds.
-        RuntimeError: a worker raised, or the engine has failed or is shut down."""
-        reason = self._why_weights_stay()
-        if reason and method in CHANGE_WEIGHTS:
-            raise ConfigError(f"{method}: {reason}")
-        if reason and (method == "apply_model" or not isinstance(method, str)):
-            logger.warning_once(f"a function may change the model's weights; if it does: {reason}")
+        of them. Raises ConfigError: the call would change weights of which every stage has rows.
+        TimeoutError: it took more than ``timeout`` seconds. RuntimeError: a worker raised, or the
+        engine has failed or is shut down."""
+        if self._shares and method in CHANGE_WEIGHTS:
+            raise ConfigError(f"{method}: {WEIGHTS_STAY}")
+        changes_weights = self._may_change_weights(method)
+        if self._shares and changes_weights:
+            logger.warning_once(
+                f"a function may change the model's weights; if it does: {WEIGHTS_STAY}"
+            )
         pipeline = self._usable()
         if self._started:
             pipeline.dispatcher.publish_all()
         future = pipeline.calls.call(method, args, kwargs, unique_reply_rank)
+        if changes_weights and self._shared_caches is not None:
+            # Now, whatever comes of the call: what is scheduled from now on runs behind it.
+            self._shared_caches.reset_cache()
         if non_block:
             return future
         try:
@@ -246,6 +258,8 @@ class Executor(VllmExecutor):
 
     def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
         super().init_kv_output_aggregator(connector)
+        if kv_files.is_used(self.vllm_config.kv_transfer_config):
+            self._shared_caches = connector
         self._usable().resolver.aggregator = self.kv_output_aggregator
 
     def check_health(self) -> None:
@@ -272,20 +286,14 @@ class Executor(VllmExecutor):
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _why_weights_stay(self) -> str:
-        """The reason for which no call may change the model's weights, with a remedy; empty: one may."""
-        if self._shares:
-            return (
-                "every stage has rows of the output projection, which would not change: set "
-                '"vocabulary": "last" in the sipipe config'
-            )
-        if self._shares_caches:
-            return (
-                "KVFiles would store the new weights' caches, and load the old ones', under the name of "
-                "the weights that were loaded at the start, also in other servers: leave "
-                "--kv-transfer-config out"
-            )
-        return ""
+    def _may_change_weights(self, method: str | Callable[..., Any]) -> bool:
+        """Say if a control call can change the model's weights: also a function, or a method of the
+        user's own."""
+        if not isinstance(method, str):
+            return True
+        extension = self.parallel_config.worker_extension_cls
+        users_own = bool(extension) and hasattr(resolve_obj_by_qualname(extension), method)
+        return users_own or method == "apply_model" or method in CHANGE_WEIGHTS
 
     def _usable(self) -> Pipeline:
         """The pipeline. Raises RuntimeError: it has failed, or is shut down."""

@@ -7,7 +7,8 @@ stages are cut elsewhere takes the layers that it has::
     DIRECTORY/NAMESPACE/ab/abcd.../0-15.0-1.safetensors     layers 0 to 14, rank 0 of 1
                                    15-30.0-1.safetensors
 
-NAMESPACE is a digest of what must be equal: model, its weights, dtype, block size, layout, ranks.
+NAMESPACE is a digest of what must be equal: model, its weights, dtype, block size, layout, ranks. An
+engine whose weights may have changed has one of its own.
 A file is written under another name and renamed, so nobody sees half of one. Each layer has a
 checksum. What is not as it was written (cut off, of other contents, a link, a pipe, gone) is removed
 and reported as not loaded, and the prompt is computed.
@@ -22,6 +23,7 @@ Rejected: writing behind the forward pass, in a thread. The request for the deco
 from __future__ import annotations
 
 import hashlib
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,7 +88,8 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
             self._hashes_per_block = self._block_size // hashed
             self._layers: int = vllm_config.model_config.get_total_num_hidden_layers()
             self._ranks: int = vllm_config.parallel_config.tensor_parallel_size
-            self._moves.namespace = self._store.namespace(manifest(vllm_config, kv_cache_config))
+            self._manifest = manifest(vllm_config, kv_cache_config)
+            self._moves.namespace = self._store.namespace(self._manifest)
             self._requests: dict[str, Any] = {}
             """Requests that run."""
             self._matched: dict[str, int] = {}
@@ -180,6 +183,22 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
         self._stored.pop(request.request_id, None)
         self._moves.loads.pop(request.request_id, None)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """Load nothing from now on that was stored before, and store nothing that was computed before.
+
+        vLLM calls it where caches are cleared, as before other weights come, and SiPipe's executor where
+        they may have come. The files belong to the checkpoint, and to others' engines too, so they stay,
+        and this engine has a folder of its own from then on. Running requests may have caches of the old
+        weights: they are stored no further, unless they begin anew."""
+        apart = {**self._manifest, "weights": f"those that {uuid.uuid4().hex} has been given"}
+        self._moves = Moves(namespace=self._store.namespace(apart))
+        self._requests.clear()
+        logger.warning_once(
+            "KVFiles: this engine's caches were cleared, or its weights may have changed. From now on it "
+            "shares no caches with other servers; start it again to have that back"
+        )
+        return True
 
     # ---- a worker's side
 

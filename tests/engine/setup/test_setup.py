@@ -38,7 +38,7 @@ def executor_config(**parallel):
     ]
     config = SimpleNamespace(**{f"{part}_config": None for part in parts})
     config.parallel_config = SimpleNamespace(
-        **{"placement_group": None, "data_parallel_index": 0} | parallel
+        **{"placement_group": None, "data_parallel_index": 0, "worker_extension_cls": ""} | parallel
     )
     config.scheduler_config = SimpleNamespace(get_scheduler_cls=lambda: None, scheduler_cls=None)
     return config
@@ -410,16 +410,45 @@ def test_a_failure_amid_the_registration_of_its_callback_is_told(monkeypatch):
     failing.join()
 
 
-def test_weights_do_not_change_whose_caches_are_in_files(monkeypatch):
-    """Other servers would load the new weights' caches as those of the old ones."""
-    calls = SimpleNamespace(call=lambda *_: SimpleNamespace(result=lambda _: []))
-    pipeline = SimpleNamespace(load=lambda: None, close=lambda: None, calls=calls)
+class Extension:
+    """A class of ``--worker-extension-cls``."""
+
+    def take_weights(self):
+        """Change the weights, perhaps."""
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        *((method, False) for method in executor.CHANGE_WEIGHTS),
+        ("apply_model", False),
+        (len, False),
+        ("take_weights", False),
+        ("add_lora", True),
+        ("list_loras", True),
+    ],
+)
+def test_caches_in_files_are_kept_apart_from_where_weights_may_have_changed(
+    monkeypatch, method, kept
+):
+    """Other servers would load the new weights' caches as those of the old ones. What is scheduled from
+    the call on runs behind it, also where nobody waits for its answer."""
+    happened = []
+    answer = SimpleNamespace(result=lambda _: happened.append("answered") or [])
+    calls = SimpleNamespace(call=lambda *_: happened.append("called") or answer)
+    pipeline = SimpleNamespace(
+        load=lambda: None, close=lambda: None, calls=calls, resolver=SimpleNamespace()
+    )
     transfer = SimpleNamespace(kv_connector_module_path=kv_files.MODULE)
     made = make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline, transfer)
-    for method in executor.CHANGE_WEIGHTS:
-        with pytest.raises(ConfigError, match=rf"{method}: KVFiles .* leave --kv-transfer-config"):
-            made.collective_rpc(method)
-    assert made.collective_rpc("add_lora") == []
+    made.parallel_config.worker_extension_cls = f"{__name__}.Extension"
+    connector = SimpleNamespace(
+        reset_cache=lambda: happened.append("reset"), get_finished_count=lambda: 1
+    )
+    made.parallel_config.world_size = 1
+    made.init_kv_output_aggregator(connector)
+    assert made.collective_rpc(method) == []
+    assert happened == (["called", "answered"] if kept else ["called", "reset", "answered"])
 
 
 def test_weights_do_not_change_beside_a_shared_output_projection(sharing_executor):
