@@ -225,6 +225,24 @@ def test_a_containers_first_process_keeps_no_dead_ones(supervised):
     assert process.wait(20) == 0
 
 
+def test_words_that_are_too_long_together_for_one_reach_the_server(tmp_path):
+    """Linux takes 128 KiB a word, and a shell had no trouble with these."""
+    took = "import json, sys; words, *_ = json.loads(''.join(sys.argv[2:])); sys.exit(len(words))"
+    given = (
+        "import sys; from sipipe.cli import supervise; "
+        f"supervise.SERVER = ('-c', {took!r}); "
+        "sys.exit(supervise.supervise([['x' * 100_000, 'ä' * 30_000, '\\udcff'], {}, 0], restart=False))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", given],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stderr) == (3, "")
+
+
 @pytest.mark.parametrize("name", ["ignores", "serves"])
 def test_the_server_does_not_outlive_its_supervisor(supervised, tmp_path, name):
     process, server = supervised(name)

@@ -32,6 +32,8 @@ GRACE = 8.0
 """Seconds in which a server has to end, after those that its requests have."""
 TRACKERS = 2.0
 """Seconds for Python's resource trackers, which remove what killed processes have left."""
+WORD_BYTES = 1 << 16
+"""Bytes of a word of the server's command line, at most."""
 FIRST_BREAK = 1.0
 """Seconds before a server is started again for the first time. They double each time."""
 LONGEST_BREAK = 60.0
@@ -103,7 +105,7 @@ def _run(
     told to end; and True if it was not and its configuration had passed all checks."""
     server, control = start_child(
         SERVER,
-        [json.dumps(arguments)],
+        in_words(json.dumps(arguments)),
         process_group=0,
         # This process has one thread, so it is safe to run code in the child.
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
@@ -134,6 +136,12 @@ def _run(
         status = server.returncode
         checked = not ended_by and _shutdown_timeout(control) is not None
         return (128 + (ended_by or -status) if status < 0 else status), bool(ended_by), checked
+
+
+def in_words(text: str) -> list[str]:
+    """Cut an ASCII text into words that a command line can have: Linux takes 128 KiB a word, and a
+    command line that it has taken may be longer in all."""
+    return [text[start : start + WORD_BYTES] for start in range(0, len(text), WORD_BYTES)]
 
 
 def _killed(status: int) -> str:

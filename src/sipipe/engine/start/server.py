@@ -1,4 +1,4 @@
-"""The server process, ``python -m sipipe.engine.start.server FD JSON``, of :mod:`sipipe.cli.supervise`.
+"""The server process, ``python -m sipipe.engine.start.server FD JSON...``, of :mod:`sipipe.cli.supervise`.
 
 FD is its end of a socket pair: messages to the supervisor are written to it, and the process group
 ends as soon as the other end is closed.
@@ -36,7 +36,7 @@ def main() -> int:
     os.set_inheritable(supervisor.fileno(), False)
     end_group_with(supervisor)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
-    arguments = json.loads(sys.argv[2])
+    arguments = json.loads("".join(sys.argv[2:]))  # cut, as a word has a limit
     shorten()
     # The objects of vLLM's 5,000 modules stay, and the collector would go through them again and
     # again: a quarter of the time that importing takes. Frozen, they are shared with forked processes.
