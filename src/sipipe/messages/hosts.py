@@ -138,7 +138,7 @@ class Tokens(msgspec.Struct, frozen=True):
     data: bytes
     """A piece of the stream; empty: the sampler is gone."""
     figures: bytes
-    """The sampler's part of the page of live figures."""
+    """The host's part of the page of live figures; empty: it could not be read."""
 
 
 class Successor(msgspec.Struct, frozen=True):

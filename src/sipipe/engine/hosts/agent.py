@@ -11,6 +11,7 @@ Guarantees
 """
 
 import dataclasses
+import logging
 import pickle
 import queue
 import signal
@@ -19,10 +20,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from sipipe.best_effort import BestEffort
 from sipipe.core_binding import claim
 from sipipe.engine.children.events import Poison
 from sipipe.engine.hosts.local import LocalHost
@@ -46,6 +49,8 @@ from sipipe.ipc.tcp import OTHER_PORT, SAID_SECONDS, check_port
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request
 from sipipe.messages.pickles import out_of_band, whole
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 FIGURES_SECONDS = 0.5
 """Seconds between two looks at this host's figures, which are sent if they have changed."""
@@ -206,13 +211,14 @@ class Agent:
         # Held from the reading of figures until they are sent, so that they arrive in the order in
         # which they were read: a counter of the main host's metrics never goes back.
         self._telling = threading.Lock()  # wait: held for moments; nobody waits under it
+        self._reading = BestEffort("reading this host's figures", bounded=False)
 
     def run(self) -> int:
         """Follow the main host; returns the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        for target in (self._make_calls, self._send_figures):
-            threading.Thread(target=target, name="SiPipeAgent", daemon=True).start()
+        for work in (self._make_calls, self._send_figures):
+            self._start(work)
         status = 1
         reason = "its agent failed"
         last_line = ""
@@ -302,6 +308,22 @@ class Agent:
 
     # ---- threads --------------------------------------------------------------------------------
 
+    def _start(self, work: Callable[[], None]) -> threading.Thread:
+        """Start a thread that does ``work``, and return it. What it raises ends the engine: the main host
+        waits for this thread, and would not hear that it is gone."""
+
+        def do() -> None:
+            try:
+                work()
+            except Exception as error:
+                if not self._ended.is_set():
+                    logger.exception("a thread of this host's agent failed")
+                    self.failed(error)
+
+        thread = threading.Thread(target=do, name="SiPipeAgent", daemon=True)
+        thread.start()
+        return thread
+
     def _make_calls(self) -> None:
         """Make the main host's calls one after the other, and send their results."""
         while True:
@@ -320,27 +342,21 @@ class Agent:
 
     def _forward(self, index: int, tokens: socket.socket) -> None:
         """Start the thread that sends on what sampler ``index`` writes to ``tokens``."""
-        thread = threading.Thread(target=self._send_tokens, args=(index, tokens), daemon=True)
-        self._forwarding[index] = thread
-        thread.start()
+        self._forwarding[index] = self._start(partial(self._send_tokens, index, tokens))
 
     def _send_tokens(self, index: int, tokens: socket.socket) -> None:
-        """Send on what sampler ``index`` writes to ``tokens``, each time with this host's figures. An
-        empty message says that the sampler is gone."""
-        while True:
-            try:
-                # wait: none, while nothing is drawn; the sampler's death, which closes its end
-                data = tokens.recv(CHUNK)
-            except OSError:
-                data = b""
-            with self._telling:
-                figures = self._figures_here()
-                if figures is None:
-                    break
-                self._send(say.Tokens(index, data, figures))
-            if not data:
-                break
-        tokens.close()
+        """Send on what sampler ``index`` writes to ``tokens``, each time with this host's figures, if they
+        can be read: tokens do not wait for those. An empty message says that the sampler is gone."""
+        with tokens:
+            data: bytes | None = None
+            while data != b"":
+                try:
+                    # wait: none, while nothing is drawn; the sampler's death, which closes its end
+                    data = tokens.recv(CHUNK)
+                except OSError:
+                    data = b""
+                with self._telling:
+                    self._send(say.Tokens(index, data, self._figures_here()))
 
     def _send_figures(self) -> None:
         """Send this host's figures when they have changed, also while no tokens are drawn."""
@@ -348,15 +364,15 @@ class Agent:
         while not self._ended.wait(FIGURES_SECONDS):
             with self._telling:
                 figures = self._figures_here()
-                if figures is not None and figures != sent:
+                if figures and figures != sent:
                     sent = figures
                     self._send(say.HostFigures(figures))
 
-    def _figures_here(self) -> bytes | None:
-        """This host's blocks of the statistics page; None once the page is closed at the end."""
-        with suppress(ValueError):
-            return self._figures.figures_here()
-        return None
+    def _figures_here(self) -> bytes:
+        """This host's blocks of the statistics page; empty if they cannot be read."""
+        if self._ended.is_set():  # the page is being closed
+            return b""
+        return self._reading(b"", self._figures.figures_here)
 
 
 def _sendable(error: BaseException) -> BaseException:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import cloudpickle
 from vllm.logger import init_logger
 
+from sipipe.best_effort import BestEffort
 from sipipe.engine.children.events import Events
 from sipipe.engine.iteration.calls import result_of
 from sipipe.engine.iteration.telemetry import Telemetry
@@ -96,6 +97,7 @@ class RemoteHost:
         self._calling = threading.Lock()
         self._feeds: dict[int, socket.socket] = {}
         """Sending ends of socket pairs, by sampler, into which the agent's samplers' tokens go."""
+        self._taking = BestEffort("taking another host's figures in", bounded=False)
         self._ending = False
         """True once the end of the host is no failure."""
         self._end_sent = False
@@ -276,7 +278,8 @@ class RemoteHost:
         """Pass on what the agent says."""
         match message:
             case say.Tokens(index, data, figures):
-                self._telemetry.take_figures(figures)
+                if figures:
+                    self._taking(None, self._telemetry.take_figures, figures)
                 with suppress(OSError):  # the engine is shutting down
                     # wait: as the gather thread, which reads, does to publish; `close`
                     self._feeds[index].sendall(data)
@@ -285,7 +288,7 @@ class RemoteHost:
             case say.Heard(name, said):
                 self._events.heard(name, said)
             case say.HostFigures(figures):
-                self._telemetry.take_figures(figures)
+                self._taking(None, self._telemetry.take_figures, figures)
             case say.Done(BaseException() as error) | say.Failed(error):
                 self._events.failed(error)
             case say.Done(result):
