@@ -9,7 +9,8 @@ class KVLoad:
 
     request_id: str
     block_ids: tuple[int, ...]
-    """The blocks' numbers in the KV cache; empty where a number names blocks of several groups."""
+    """The blocks' numbers in the KV cache. Of several groups, empty where the request waits: vLLM is told
+    its name then; else all that it has behind what was cached."""
     waits: bool
     """True where the request waits until all workers say that its blocks have come."""
     reason: str = ""

@@ -51,7 +51,7 @@ def test_no_more_tokens_are_matched_than_a_prompt_has(answer, waits, tokens, loc
     """And no fewer than none; all blocks of those that are, and no other, are told to the workers."""
     local = min(local, (tokens - 1) // BLOCK) * BLOCK
     connector = Anything(answer, waits)
-    loads = KVLoads(connector, block_size=BLOCK, groups=1)
+    loads = KVLoads(connector, block_sizes=[BLOCK])
     request = SimpleNamespace(request_id="a", num_tokens=tokens)
     count, later = connector.get_num_new_matched_tokens(request, local)
     assert count is None or 0 <= count <= tokens - local - (not later)
@@ -76,7 +76,7 @@ def test_no_more_tokens_are_matched_than_a_prompt_has(answer, waits, tokens, loc
 @pytest.mark.parametrize("groups", [1, 2])
 def test_blocks_that_no_worker_is_asked_for_are_told_as_such(method, groups):
     connector = Anything(64, True)
-    loads = KVLoads(connector, block_size=BLOCK, groups=groups)
+    loads = KVLoads(connector, block_sizes=[BLOCK] * groups)
     request = SimpleNamespace(request_id="a", num_tokens=65)
     connector.get_num_new_matched_tokens(request, 0)
     connector.raises = OSError("gone") if method == "update_state_after_alloc" else None
@@ -88,6 +88,22 @@ def test_blocks_that_no_worker_is_asked_for_are_told_as_such(method, groups):
     assert load.block_ids == ((100, 101) if groups == 1 else ())
 
 
+def test_of_several_groups_all_blocks_behind_the_cached_ones_are_told():
+    """A window has a part of them alone, recurrent layers one for all tokens; 0 is no block."""
+    connector = Anything(2 * BLOCK, False)
+    loads = KVLoads(connector, block_sizes=[BLOCK, BLOCK, 1000])
+    request = SimpleNamespace(request_id="a", num_tokens=4 * BLOCK + 1)
+    connector.get_num_new_matched_tokens(request, BLOCK)
+    held = ([10, 11, 12, 13], [0, 0, 22, 23], [30])
+    connector.update_state_after_alloc(
+        request, SimpleNamespace(get_block_ids=lambda: held), 2 * BLOCK
+    )
+    (load,) = loads.take()
+    assert load.block_ids == (11, 12, 13, 22, 23, 30)
+    loads.fail({22}, set())
+    assert connector.get_num_new_matched_tokens(request, BLOCK) == (0, False)
+
+
 @pytest.mark.parametrize(("name", "otherwise"), OTHERWISE.items())
 def test_what_is_beside_a_load_may_raise(name, otherwise):
     connector = Anything(0, False)
@@ -96,7 +112,7 @@ def test_what_is_beside_a_load_may_raise(name, otherwise):
         raise OSError("gone")
 
     setattr(connector, name, raising)
-    KVLoads(connector, block_size=BLOCK, groups=1)
+    KVLoads(connector, block_sizes=[BLOCK])
     assert getattr(connector, name)("any", arguments=1) == otherwise
 
 
@@ -108,10 +124,10 @@ def test_events_that_raise_when_they_are_made_are_none():
         raise OSError("gone")
 
     connector.take_events = events
-    KVLoads(connector, block_size=BLOCK, groups=1)
+    KVLoads(connector, block_sizes=[BLOCK])
     assert connector.take_events() == ()
     connector.take_events = lambda: iter(["stored"])
-    KVLoads(connector, block_size=BLOCK, groups=1)
+    KVLoads(connector, block_sizes=[BLOCK])
     assert connector.take_events() == ("stored",)
 
 

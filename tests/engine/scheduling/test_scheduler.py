@@ -29,7 +29,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -85,11 +90,16 @@ def ours(request):
 class Engine:
     """vLLM's batch queue around a scheduler and a make-believe model."""
 
-    def __init__(self, cls, config, *, blocks: int = 2000, ahead: int | None = None) -> None:
+    def __init__(
+        self, cls, config, *, blocks: int = 2000, ahead: int | None = None, windows: bool = False
+    ) -> None:
+        """With ``windows``, the KV cache has a second group, of layers with a window."""
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
-        )
+        sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**sizes))]
+        if windows:
+            spec = SlidingWindowSpec(**sizes, sliding_window=1024)
+            groups.append(KVCacheGroupSpec(["layer with a window"], spec))
         self.turns = config.max_concurrent_batches
         ahead = int(issubclass(cls, AsyncPipelineScheduler)) if ahead is None else ahead
         self.depth = self.turns + ahead
@@ -102,7 +112,7 @@ class Engine:
                 kv_cache_config=KVCacheConfig(
                     num_blocks=blocks,
                     kv_cache_tensors=[],
-                    kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+                    kv_cache_groups=groups,
                 ),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,

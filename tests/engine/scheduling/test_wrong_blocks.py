@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    SupportsHMA,
 )
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -21,7 +22,7 @@ LOADED = 2
 BLOCKS = 40
 
 
-class Lender(KVConnectorBase_V1):
+class Lender(KVConnectorBase_V1, SupportsHMA):
     """A connector that has the first blocks of request ``a``, and of no other."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -45,6 +46,9 @@ class Lender(KVConnectorBase_V1):
     def wait_for_save(self):
         pass
 
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
+
 
 def with_nan(sampled):
     """An answer of samplers in whose place no row of one request had a distribution."""
@@ -59,8 +63,8 @@ class FailingLoad(WholeEngine):
     logits hold NaN. ``leaves``: requests whose clients leave just before.
     """
 
-    def __init__(self, config, leaves) -> None:
-        super().__init__(PipelineScheduler, config, blocks=BLOCKS)
+    def __init__(self, config, leaves, *, windows: bool) -> None:
+        super().__init__(PipelineScheduler, config, blocks=BLOCKS, windows=windows)
         self._leaves = leaves
         self._update = self.scheduler.update_from_output
         self.scheduler.update_from_output = self._fail_load
@@ -77,7 +81,8 @@ class FailingLoad(WholeEngine):
         if loading and not self.failed:
             self.failed = True
             manager = self.scheduler.kv_cache_manager
-            invalid = manager.get_block_ids("a")[0][:LOADED]
+            # Of layers with a window where there are some: nothing of the others was loaded wrongly.
+            invalid = manager.get_block_ids("a")[-1][:LOADED]
             for id in "ab":
                 for block in manager.get_block_ids(id)[0]:
                     self._stage.cache[block * BLOCK : (block + 1) * BLOCK] = 7
@@ -86,9 +91,15 @@ class FailingLoad(WholeEngine):
         return self._update(batch, result)
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("leaves", [[], ["a"], ["b"], ["a", "b"]], ids="-".join)
-def test_nobody_has_what_was_computed_with_blocks_that_did_not_come(configs, policy, leaves):  # noqa: F811
+def test_nobody_has_what_was_computed_with_blocks_that_did_not_come(
+    configs,  # noqa: F811
+    policy,
+    leaves,
+    windows,
+):
     """Request ``b`` hits the blocks while they are loaded, and caches one of its own behind them."""
     transfer = KVTransferConfig(
         kv_connector="Lender",
@@ -96,7 +107,7 @@ def test_nobody_has_what_was_computed_with_blocks_that_did_not_come(configs, pol
         kv_role="kv_both",
         kv_load_failure_policy=policy,
     )
-    engine = FailingLoad(configs(2, kv_transfer_config=transfer), leaves)
+    engine = FailingLoad(configs(2, kv_transfer_config=transfer), leaves, windows=windows)
     prompts = {"a": 40, "b": 60}
     for id, prompt in prompts.items():
         engine.add(id, prompt, 4, seed="alike")

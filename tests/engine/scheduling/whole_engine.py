@@ -74,10 +74,11 @@ class FollowedIterations(Iterations):
 
 
 class Stage:
-    """A stage and its sampler. ``drafts``: how many a request gets proposed at most."""
+    """A stage and its sampler. ``drafts``: how many a request gets proposed at most. ``groups``: those of
+    the KV cache, of which the first one's tokens are looked at."""
 
-    def __init__(self, blocks: int, turns: int, drafts: int) -> None:
-        self.runner = PreparingRunner(block_sizes=(BLOCK,), requests=SEATS)
+    def __init__(self, blocks: int, turns: int, drafts: int, groups: int = 1) -> None:
+        self.runner = PreparingRunner(block_sizes=(BLOCK,) * groups, requests=SEATS)
         self.side = SiPipePrepares(
             lambda _: None, self.runner, HostDevice(), slots=turns, sets=2, logits=LOGITS
         )
@@ -96,7 +97,7 @@ class Stage:
         self.side.prepare(inputs)
         self.side.begin(inputs)
         prepared = self.runner.step(iteration.output)
-        batch, _, _, (table,), (slots,) = prepared
+        batch, _, _, (table, *_), (slots, *_) = prepared
         tokens = inputs.num_tokens
         self.cache[slots[:tokens].numpy()] = batch.input_ids[:tokens].numpy()
         names = np.repeat(np.arange(inputs.num_reqs), np.diff(batch.query_start_loc_np))
@@ -137,13 +138,13 @@ class Stage:
 class WholeEngine(Engine):
     """vLLM's batch queue around all of it. ``answers``: the ends of turns, by id; ``errors``: why."""
 
-    def __init__(self, cls, config, *, blocks: int, drafts: int = 0) -> None:
+    def __init__(self, cls, config, *, blocks: int, drafts: int = 0, windows: bool = False) -> None:
         self.turns = config.max_concurrent_batches
         telemetry = Mock()
         telemetry.measured_times.return_value = None
         self.iterations = FollowedIterations(self.turns, LOGITS)
         self.tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
-        self._stage = Stage(blocks, self.turns, drafts)
+        self._stage = Stage(blocks, self.turns, drafts, groups=1 + windows)
         self._drawn: dict[int, Sampled] = {}
         bus = SimpleNamespace(order=threading.Lock(), publish=self._publish)
         self._dispatcher = Dispatcher(
@@ -158,7 +159,7 @@ class WholeEngine(Engine):
             cls, self.iterations, telemetry, self.tracker, rows=LOGITS if drafts else 0
         )
         with patch.object(type(config), "use_v2_model_runner", True):
-            super().__init__(scheduler, config, blocks=blocks)
+            super().__init__(scheduler, config, blocks=blocks, windows=windows)
         self.blocks = blocks
         self.scheduler.max_model_len = LENGTH
         self.scheduler.max_num_running_reqs = self.scheduler.max_num_active_reqs = SEATS

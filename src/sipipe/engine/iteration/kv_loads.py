@@ -15,7 +15,8 @@ Rejected: a connector around the connector, as MultiConnector is. vLLM asks its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Set
+import itertools
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -43,16 +44,19 @@ OTHERWISE: dict[str, Any] = {
 keeps no block, and has not done what it was asked for."""
 
 
+NO_BLOCK = 0
+"""Number in the place of a block that a request does not need, as before a window."""
+
+
 class KVLoads:
     """The loads of a scheduler's connector, whose methods it stands in for.
 
-    ``block_size``: tokens a block of the KV cache. ``groups``: the KV cache's groups.
+    ``block_sizes``: tokens a block of each group of the KV cache.
     """
 
-    def __init__(self, connector: Any, *, block_size: int, groups: int) -> None:
+    def __init__(self, connector: Any, *, block_sizes: Sequence[int]) -> None:
         self._connector = connector
-        self._block_size = block_size
-        self._groups = groups
+        self._block_sizes = block_sizes
         self._matches = connector.get_num_new_matched_tokens
         self._allocates = connector.update_state_after_alloc
         self._builds = connector.build_connector_meta
@@ -124,9 +128,15 @@ class KVLoads:
             return
         local, waits = self._local[request.request_id]
         numbers: tuple[int, ...] = ()
-        if self._groups == 1:
-            end = -(-(local + num_external_tokens) // self._block_size)
-            numbers = tuple(blocks.get_block_ids()[0][local // self._block_size : end])
+        if len(self._block_sizes) == 1:
+            (size,) = self._block_sizes
+            end = -(-(local + num_external_tokens) // size)
+            numbers = tuple(blocks.get_block_ids()[0][local // size : end])
+        elif not waits:
+            # Which of them are loaded is the connector's affair: of a window, the last alone.
+            held = zip(blocks.get_block_ids(), self._block_sizes, strict=True)
+            behind = itertools.chain.from_iterable(ids[local // size :] for ids, size in held)
+            numbers = tuple(number for number in behind if number != NO_BLOCK)
         self._blocks[request.request_id] = frozenset(numbers)
         self._asked.append(
             KVLoad(request_id=request.request_id, block_ids=numbers, waits=waits, reason=reason)

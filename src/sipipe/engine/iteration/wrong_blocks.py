@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from sipipe.engine.iteration.kv_loads import KVLoads
 from sipipe.engine.iteration.session_scheduler import SessionScheduler
@@ -30,8 +30,16 @@ class WrongBlocksScheduler(SessionScheduler):
         self._kv_loads: KVLoads | None = None
         connector = getattr(self, "connector", None)
         if connector is not None:
-            groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
-            self._kv_loads = KVLoads(connector, block_size=self.block_size, groups=groups)  # type: ignore[attr-defined]
+            self._kv_loads = KVLoads(connector, block_sizes=self._block_sizes())
+
+    def _block_sizes(self) -> list[int]:
+        """Tokens a block of each group of the KV cache; of recurrent layers perhaps more."""
+        groups = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        if len(groups) == 1:
+            return [self.block_size]  # type: ignore[attr-defined]
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+        return [group.kv_cache_spec.block_size * ranks for group in groups]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule an iteration, whose workers are told of the loads that have failed here."""
@@ -50,16 +58,48 @@ class WrongBlocksScheduler(SessionScheduler):
         """
         if self._kv_loads is not None:
             self._kv_loads.fail(invalid_block_ids, set())
-        self._evict_behind(invalid_block_ids, num_scheduled_tokens)
-        failed: set[str] = super()._handle_invalid_blocks(  # type: ignore[misc]
-            invalid_block_ids, num_scheduled_tokens
-        )
+        if len(self.kv_cache_config.kv_cache_groups) > 1:  # type: ignore[attr-defined]
+            failed = self._take_out(invalid_block_ids)
+        else:
+            self._evict_behind(invalid_block_ids, num_scheduled_tokens)
+            failed = super()._handle_invalid_blocks(  # type: ignore[misc]
+                invalid_block_ids, num_scheduled_tokens
+            )
         if not self.recompute_kv_load_failures:  # type: ignore[attr-defined]
             return failed
         for request in [one for one in reversed(self.running) if one.request_id in failed]:
             self.running.remove(request)
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
             self._forgive(request.request_id)
+        return failed
+
+    def _take_out(self, invalid: Set[int]) -> set[str]:
+        """Answer as vLLM's ``_handle_invalid_blocks`` where the KV cache has several groups, for which it
+        ends the engine: it takes a number for that of a block in each group. Its pool of blocks is one
+        for all groups, so a number is one block of one group.
+
+        A group's blocks do not say where in another's those lie that were computed with them, so nothing
+        stays in the prefix cache.
+
+        Returns: Requests whose output is left out.
+        """
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        manager.evict_blocks(set(range(len(manager.block_pool.blocks))))
+
+        def holders(requests: Iterable[Request]) -> set[str]:
+            return {
+                request.request_id
+                for request in requests
+                if not invalid.isdisjoint(self.blocks_of([request.request_id]))
+            }
+
+        # A request that waits for a load of its own may have hit these blocks before.
+        waiting = holders(
+            request
+            for request in self.kv_holding_waiting  # type: ignore[attr-defined]
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        )
+        failed: set[str] = holders(self.running) | self._handle_failed_recving(waiting)  # type: ignore[attr-defined]
         return failed
 
     def _evict_behind(self, invalid: Set[int], batch: Mapping[str, int]) -> None:

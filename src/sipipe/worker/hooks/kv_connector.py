@@ -114,11 +114,6 @@ class ReportingKVConnector(kv_connector.ActiveKVConnector):
     def _report(self, load: KVLoad, output: KVConnectorOutput, received: set[str]) -> None:
         """Add a load that failed to the output for the engine, and to ``received`` if it is over."""
         output.invalid_block_ids = output.invalid_block_ids | set(load.block_ids)
-        if not (load.waits or load.block_ids):
-            raise RuntimeError(
-                f"request {load.request_id}: vLLM has no way to say that blocks of several KV cache "
-                f"groups were not loaded ({self._error})"
-            )
         if load.waits:
             received.add(load.request_id)
             self._reported.add(load.request_id)
