@@ -37,7 +37,7 @@ class WrongBlocksScheduler(SessionScheduler):
         groups = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
         if len(groups) == 1:
             return [self.block_size]  # type: ignore[attr-defined]
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        parallel = self.vllm_config.parallel_config
         ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
         return [group.kv_cache_spec.block_size * ranks for group in groups]
 
@@ -99,7 +99,7 @@ class WrongBlocksScheduler(SessionScheduler):
             for request in self.kv_holding_waiting  # type: ignore[attr-defined]
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         )
-        failed: set[str] = holders(self.running) | self._handle_failed_recving(waiting)  # type: ignore[attr-defined]
+        failed: set[str] = holders(self.running) | self._handle_failed_recving(waiting)
         return failed
 
     def _evict_behind(self, invalid: Set[int], batch: Mapping[str, int]) -> None:
