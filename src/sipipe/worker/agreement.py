@@ -1,4 +1,4 @@
-"""What the ranks of a stage agree on where their work has collectives, and no message says its order.
+"""Agreement of the ranks of a stage on work that has collectives, and whose order no message says.
 
 A draft head's layers are split over the ranks of the last stage. Each rank hears of drafts and of
 iterations in its own time, and a pass may raise on one of them. A rank that goes on to its next

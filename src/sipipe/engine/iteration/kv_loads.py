@@ -134,8 +134,8 @@ class KVLoads:
             numbers = tuple(blocks.get_block_ids()[0][local // size : end])
         elif not waits:
             # Which of them are loaded is the connector's affair: of a window, the last alone.
-            held = zip(blocks.get_block_ids(), self._block_sizes, strict=True)
-            behind = itertools.chain.from_iterable(ids[local // size :] for ids, size in held)
+            tables = zip(blocks.get_block_ids(), self._block_sizes, strict=True)
+            behind = itertools.chain.from_iterable(ids[local // size :] for ids, size in tables)
             numbers = tuple(number for number in behind if number != NO_BLOCK)
         self._blocks[request.request_id] = frozenset(numbers)
         self._asked.append(
