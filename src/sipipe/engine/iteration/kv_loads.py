@@ -135,8 +135,8 @@ class KVLoads:
         elif not waits:
             # Which of them are loaded is the connector's affair: of a window, the last alone.
             tables = zip(blocks.get_block_ids(), self._block_sizes, strict=True)
-            behind = itertools.chain.from_iterable(ids[local // size :] for ids, size in tables)
-            numbers = tuple(number for number in behind if number != NO_BLOCK)
+            loaded = itertools.chain.from_iterable(ids[local // size :] for ids, size in tables)
+            numbers = tuple(number for number in loaded if number != NO_BLOCK)
         self._blocks[request.request_id] = frozenset(numbers)
         self._asked.append(
             KVLoad(request_id=request.request_id, block_ids=numbers, waits=waits, reason=reason)
