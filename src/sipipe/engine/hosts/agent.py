@@ -355,6 +355,8 @@ class Agent:
                     data = tokens.recv(CHUNK)
                 except OSError:
                     data = b""
+                if self._ended.is_set():
+                    return  # nobody waits for tokens any more
                 with self._telling:
                     self._send(say.Tokens(index, data, self._figures_here()))
 
@@ -370,8 +372,6 @@ class Agent:
 
     def _figures_here(self) -> bytes:
         """This host's blocks of the statistics page; empty if they cannot be read."""
-        if self._ended.is_set():  # the page is being closed
-            return b""
         return self._reading(b"", self._figures.figures_here)
 
 
