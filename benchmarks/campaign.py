@@ -1,6 +1,6 @@
 """All that README and the pages quote, measured in one run on one machine and at one commit.
 
-    python -m benchmarks.campaign               # make campaign: about three hours on two cores
+    python -m benchmarks.campaign               # make campaign: under four hours on two cores
     python -m benchmarks.campaign --canary      # make canary: seven ratios, within 25 minutes
     python -m benchmarks.campaign --only start,stage
     python -m benchmarks.campaign --keep        # also takes what was measured into benchmarks/results
@@ -32,6 +32,7 @@ from sipipe.tools.provenance import machine
 
 CAMPAIGN = Path("build/campaign")
 MODEL = MODELS / "SmolLM2-135M-Instruct"
+HEAD = MODELS / "SmolLM2-135M-Instruct-eagle"
 UNRANGED = 0.3
 """Share by which a figure without a range may differ: two starts of one engine differ by 0.29."""
 
@@ -41,7 +42,8 @@ class Benchmark(NamedTuple):
 
     name: str
     words: str
-    """``NAME OPTIONS`` of ``python -m benchmarks.NAME OPTIONS``; MODEL stands for the model."""
+    """``NAME OPTIONS`` of ``python -m benchmarks.NAME OPTIONS``; MODEL stands for the model, HEAD for its
+    draft head."""
     results: tuple[str, ...]
     """The files that it writes and that are kept."""
     minutes: float
@@ -101,6 +103,20 @@ CAMPAIGN_OF = (
         "--no-stock --name speculation-pp1-32",
         ("speculation-pp1-32",),
         5,
+    ),
+    Benchmark(
+        "drafts-of-a-head",
+        "speculation MODEL --head HEAD --pp 2,4 --requests 1,8,32 --kinds chat --sampling greedy "
+        "--tokens 64 --repeat 1 --engines 2 --name speculation-head",
+        ("speculation-head",),
+        16,
+    ),
+    Benchmark(
+        "drafts-emulated",
+        "speculation --profile llama-70b-8xh100 --pp 4,8 --requests 32,256 --engines 2 "
+        "--name speculation-emulated",
+        ("speculation-emulated",),
+        8,
     ),
     Benchmark(
         "scheduling",
@@ -222,7 +238,8 @@ def chosen(benchmarks: Sequence[Benchmark], only: str) -> list[Benchmark]:
 
 def command(benchmark: Benchmark) -> list[str]:
     """The words of a benchmark's command."""
-    module, *options = benchmark.words.replace("MODEL", str(MODEL)).split()
+    places = {"MODEL": str(MODEL), "HEAD": str(HEAD)}
+    module, *options = (places.get(word, word) for word in benchmark.words.split())
     return ["python", "-m", f"benchmarks.{module}", *options]
 
 
@@ -238,9 +255,13 @@ def measure(benchmarks: Sequence[Benchmark], folder: Path) -> list[str]:
     """Run the commands whose results are not in ``folder``; returns a line for each that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     reuse = "+" not in str(folder)  # with changed files nobody knows of what code a figure is
-    if any("MODEL" in benchmark.words for benchmark in benchmarks) and not MODEL.exists():
+    words = {word for benchmark in benchmarks for word in benchmark.words.split()}
+    if "MODEL" in words and not MODEL.exists():
         make = [sys.executable, "-m", "sipipe", "make-model", "smollm2", str(MODEL)]
         subprocess.run(make, check=True)  # wait: its own; the command
+    if "HEAD" in words and not HEAD.exists():
+        train = [sys.executable, "-m", "benchmarks.make_model.eagle", str(MODEL), str(HEAD)]
+        subprocess.run(train, check=True)  # wait: its own, about ten minutes; the command
     failed = []
     for benchmark in benchmarks:
         title = f"{benchmark.name} (about {benchmark.minutes:g} min)"

@@ -91,8 +91,12 @@ def emulated(
     device = "on the last stage's emulated device, but for parameters beyond a temperature"
     add("--draws", choices=("cpus", "device"), default="cpus", help=f"device: {device}")
     add("--jitter", type=fraction, default=0.0, help="deviation of forward passes (default: none)")
-    chance = "drafts are proposed (n-grams), and about so many are right: 0.5 to 1, above 0.6 fewer"
+    chance = (
+        "drafts are proposed, and about so many are right; by n-grams 0.5 to 1, above 0.6 fewer"
+    )
     add("--acceptance", type=fraction, default=0.0, help=chance)
+    head = "with --acceptance: a head on the last stage makes so many of each request (default: n-grams)"
+    add("--drafts", type=at_least(0, int), default=0, help=head)
     slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
     add("--slow-motion", type=at_least(0.01), default=1.0, help=slow)
     add("--replay", help="directory of a trace of a real run with these stages: their times")
@@ -104,15 +108,19 @@ def emulated(
     layers, vocabulary = settings.get("layers"), settings.setdefault("vocabulary", "last")
     if vocabulary == "auto":
         raise ConfigError("emulate: --vocabulary is shared or last (default: last)")
+    if own.drafts and not own.acceptance:
+        raise ConfigError("emulate: --drafts wants --acceptance: how many of them are right")
     if own.acceptance:
-        if own.acceptance < 0.5 or settings["vocabulary"] == "shared":
-            raise ConfigError("emulate: --acceptance is 0.5 or more, with --vocabulary last")
-        rest = [*rest, "--speculative-config", '{"method": "ngram"}']
+        if settings["vocabulary"] == "shared":
+            raise ConfigError("emulate: --acceptance is with --vocabulary last")
+        if own.acceptance < 0.5 and not own.drafts:
+            raise ConfigError("emulate: --acceptance is 0.5 or more, without --drafts")
     made = emulation(
         own.profile,
         int(own.pp or 1),
         cut=tuple(layers) if isinstance(layers, list) else None,
         shared=vocabulary == "shared",
+        drafts=own.drafts,
         jitter=own.jitter,
     )
     if own.replay:
@@ -151,6 +159,8 @@ def _run(
         "--max-num-batched-tokens": max(min(longest, CHUNK), 2048, most),
     }
     words = [str(word) for option in options.items() for word in option]
+    if own.acceptance:
+        words += ["--speculative-config", json.dumps(_drafts(scratch, own.drafts))]
     job = {
         "argv": [str(scratch), *words, "--skip-tokenizer-init", "--enforce-eager", *rest],
         "sampling": [own.sampling],
@@ -166,6 +176,18 @@ def _run(
     }
     module = of_the_checkout("benchmarks.emulation.engine")
     return measured("sipipe", job | {"settings": settings | more}, module) | job
+
+
+def _drafts(model: Path, drafts: int) -> dict[str, Any]:
+    """``--speculative-config`` of ``drafts`` drafts of a head, which is written beside ``model``, or of
+    n-grams."""
+    if not drafts:
+        return {"method": "ngram"}
+    head = model / "head"
+    head.mkdir()
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (head / "config.json").write_text(json.dumps(config))
+    return {"method": "eagle", "model": str(head), "num_speculative_tokens": drafts}
 
 
 def emulate(made: Emulation, model: Path, *, narrow: bool) -> None:

@@ -2,11 +2,17 @@
 
     sipipe make-model smollm2 build/models/smollm2
     python -m benchmarks.speculation [MODEL] [--pp 2] [--requests 1,4,8,32] [--repeat 3] [--no-stock]
+    python -m benchmarks.speculation MODEL --head HEAD --pp 2,4 --kinds chat    (benchmarks.make_model.eagle)
+    python -m benchmarks.speculation --profile llama-70b-8xh100 --pp 4,8 --requests 32,256
 
 A chat model copies a passage, edits a file, fills a JSON schema, and chats, greedily and with the
-sampling of chat. SiPipe with ``{"method": "ngram"}``, SiPipe without, and stock vLLM on one stage with
-its own n-grams hold an engine each at the same time, and answer every load in turn: so many requests are
-always there, and the next begins where one ends.
+sampling of chat. SiPipe with ``{"method": "ngram"}``, or with a draft head, SiPipe without, and stock vLLM
+on one stage with its own n-grams or the same head hold an engine each at the same time, and answer every
+load in turn: so many requests are always there, and the next begins where one ends.
+
+With a profile: a head on emulated devices (docs/emulation.md), whose drafts are right by a chance that
+is chosen. It says what the pipeline makes of drafts that are right so often, and nothing of a GPU's
+speed.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +149,31 @@ KINDS = ("copy", "edit", "json", "chat")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", nargs="?", default="build/models/smollm2")
-    parser.add_argument("--quick", action="store_true", help="one request, greedy, SiPipe alone")
-    parser.add_argument("--pp", default="2", help="stages (default: 2)")
-    parser.add_argument("--requests", default="1,4,8,32")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--sampling", default="greedy,chat")
-    parser.add_argument("--tokens", type=int, default=128, help="new at most (default: 128)")
-    parser.add_argument("--repeat", type=int, default=3, help="of each load (default: 3)")
-    parser.add_argument("--no-stock", action="store_true", help="SiPipe alone")
-    parser.add_argument("--name", default="", help="of the result (default: by its stages)")
+    add = parser.add_argument
+    add("model", nargs="?", default="build/models/smollm2")
+    add("--quick", action="store_true", help="one request, greedy, SiPipe alone")
+    add("--pp", default="2", metavar="LIST", help="stages, engines of their own (default: 2)")
+    add("--head", default="", metavar="DIRECTORY", help="an EAGLE head, in place of n-grams")
+    add("--drafts", type=int, default=3, help="of the head at most (default: 3)")
+    add("--requests", default="1,4,8,32")
+    add("--kinds", default=",".join(KINDS))
+    add("--sampling", default="greedy,chat")
+    add("--tokens", type=int, default=128, help="new at most (default: 128)")
+    add("--repeat", type=int, default=3, help="of each load in an engine (default: 3)")
+    add(
+        "--engines",
+        type=int,
+        default=1,
+        help="of each side, in reverse order each time (default: 1)",
+    )
+    add("--no-stock", action="store_true", help="SiPipe alone")
+    add("--profile", default="", help="emulated devices with a head, in place of the model")
+    add("--acceptance", type=float, default=0.7, help="chance of an emulated head's draft (0.7)")
+    add("--name", default="", help="of the result (default: by its stages)")
     args = parser.parse_args()
     if args.quick:
         args.requests, args.sampling, args.repeat, args.no_stock = "1", "greedy", 1, True
-    served(args)
+    (emulated if args.profile else served)(args)
 
 
 def served(args: argparse.Namespace) -> None:
@@ -167,45 +185,140 @@ def served(args: argparse.Namespace) -> None:
         for requests in args.requests.split(",")
     ]
     job = {"model": args.model, "loads": loads, "tokens": args.tokens, "repeat": args.repeat}
-    jobs: dict[str, dict[str, Any]] = {
-        "with": job | {"sipipe": {}, "pp": int(args.pp), "speculative": {"method": "ngram"}},
-        "without": job | {"sipipe": {}, "pp": int(args.pp), "speculative": None},
-    }
-    if not args.no_stock:
-        jobs["stock"] = job | {"sipipe": None, "pp": 1, "speculative": STOCK_NGRAMS}
-    found = measured_in_turn(jobs, "benchmarks.speculation")
+    drafts: dict[str, Any] = {"method": "ngram"}
+    of_stock = STOCK_NGRAMS
+    if args.head:
+        drafts = {
+            "method": "eagle",
+            "model": args.head,
+            "num_speculative_tokens": args.drafts,
+        }
+        of_stock = drafts
     rows = []
-    for number, load in enumerate(loads):
-        each = {side: found[side]["loads"][number] for side in jobs}
-        row: dict[str, Any] = dict(load)
-        row["tokens a pass"] = round(each["with"]["a_pass"], 2)
-        row["accepted"] = round(each["with"]["accepted"], 2)
-        row["tok/s with"] = spread(each["with"]["tokens_per_s"])
-        row["tok/s without"] = spread(each["without"]["tokens_per_s"])
-        pairs = zip(each["with"]["tokens_per_s"], each["without"]["tokens_per_s"], strict=True)
-        row["with / without"] = spread([a / b for a, b in pairs])
-        if "stock" in jobs:
-            row["tok/s stock, 1 stage"] = spread(each["stock"]["tokens_per_s"])
-        for side in ("with", "without"):
-            row[f"ms a token {side}, p50"] = round(each[side]["ms"][0], 1)
-            row[f"p99 {side}"] = round(each[side]["ms"][1], 1)
-        row["same tokens"] = f"{_equal(each)}/{len(each['with']['tokens'])}"
-        rows.append(row)
+    for pp in map(int, args.pp.split(",")):
+        jobs: dict[str, dict[str, Any]] = {
+            "with": job | {"sipipe": {}, "pp": pp, "speculative": drafts},
+            "without": job | {"sipipe": {}, "pp": pp, "speculative": None},
+        }
+        if not args.no_stock:
+            jobs["stock"] = job | {"sipipe": None, "pp": 1, "speculative": of_stock}
+        found = [
+            measured_in_turn(dict(ordered(jobs, engine)), "benchmarks.speculation")
+            for engine in range(args.engines)
+        ]
+        for number, load in enumerate(loads):
+            runs = {
+                side: [run for each in found for run in each[side]["loads"][number]]
+                for side in jobs
+            }
+            rows.append({"stages": pp} | load | row_of(runs))
+    name = args.name or f"speculation-{'head-' if args.head else ''}pp{args.pp.replace(',', '-')}"
+    by = f"an EAGLE head, {args.drafts} drafts at most" if args.head else "n-grams"
     report(
-        f"speculation-pp{args.pp}",
-        f"Speculative decoding, {Path(args.model).name}, {args.pp} stage(s), at most {args.tokens} new tokens",
+        name,
+        f"Speculative decoding by {by}, {Path(args.model).name}, {args.pp.replace(',', ' and ')} "
+        f"stage(s), at most {args.tokens} new tokens",
         rows,
-        file=args.name or f"speculation-pp{args.pp}",
-        note="so many requests all the time, while three times as many end; same tokens: of the first "
-        "requests, those whose tokens equal the ones without drafts (bfloat16: ties may fall otherwise)",
+        file=name,
+        note=f"{args.engines} engine(s) a side; so many requests all the time, while three times as "
+        "many end; same tokens: of the first requests, those whose tokens equal the ones without "
+        "drafts (bfloat16: ties may fall otherwise)",
     )
 
 
-def _equal(each: dict[str, Any]) -> int:
-    return sum(
-        one == other
-        for one, other in zip(each["with"]["tokens"], each["without"]["tokens"], strict=True)
+def ordered(jobs: Mapping[str, Any], engine: int) -> Sequence[tuple[str, Any]]:
+    """The sides in the order in which they take turns, which the next engines reverse."""
+    return list(jobs.items())[:: -1 if engine % 2 else 1]
+
+
+def row_of(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The figures of a load, of the runs in all engines of each side."""
+    speeds = {side: [run["tokens_per_s"] for run in each] for side, each in runs.items()}
+    drawn, accepted, offered = (
+        sum(run[name] for run in runs["with"]) for name in ("drawn", "accepted", "offered")
     )
+    row: dict[str, Any] = {
+        "tokens a pass": round(drawn / (drawn - accepted), 2),
+        "accepted": round(accepted / offered, 2) if offered else 0.0,
+        "tok/s with": spread(speeds["with"]),
+        "tok/s without": spread(speeds["without"]),
+        "with / without": spread(
+            [a / b for a, b in zip(speeds["with"], speeds["without"], strict=True)]
+        ),
+    }
+    if "stock" in runs:
+        row["tok/s stock, 1 stage"] = spread(speeds["stock"])
+    for side in ("with", "without"):
+        spent = sorted(ms for run in runs[side] for ms in run["ms"])
+        row[f"ms a token {side}, p50"] = round(statistics.median(spent), 1)
+        row[f"p99 {side}"] = round(spent[int(0.99 * (len(spent) - 1))], 1)
+    first, plain = (runs[side][0]["tokens"] for side in ("with", "without"))
+    equal = sum(one == other for one, other in zip(first, plain, strict=True))
+    row["same tokens"] = f"{equal}/{len(first)}"
+    return row
+
+
+def emulated(args: argparse.Namespace) -> None:
+    """A head on devices that only take time, whose drafts are right as often as is wanted."""
+    from benchmarks import emulate
+
+    rows = []
+    for pp in map(int, args.pp.split(",")):
+        # Two cores drive two stages in their own time (benchmarks.emulation).
+        slow = max(1.0, pp / 2)
+        common = f"--profile {args.profile} --pp {pp} --slow-motion {slow:g} --prompt-tokens 32 "
+        common += f"--requests {args.requests} --tokens {args.tokens}"
+        sides = {
+            "with": f"{common} --drafts {args.drafts} --acceptance {args.acceptance}",
+            "without": common,
+        }
+        runs: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in sides}
+        for engine in range(args.engines):
+            for side, options in ordered(sides, engine):
+                runs[side].append(emulate.emulated(options.split())[1]["loads"])
+        for number, requests in enumerate(map(int, args.requests.split(","))):
+            each = {side: [loads[number] for loads in runs[side]] for side in sides}
+            rows.append(
+                {"stages": pp, "requests": requests, "drafts": args.drafts}
+                | {"acceptance": args.acceptance}
+                | emulated_row(each, slow, emulate.BUSY)
+            )
+    report(
+        "speculation-emulated",
+        f"Drafts of a head on emulated devices, {args.profile}, while all requests decode",
+        rows,
+        file=args.name or "speculation-emulated",
+        note=f"{args.engines} engine(s) a side; greedy; acceptance: the chance that an emulated draft "
+        "has, behind right ones; drafts: at most; devices take p / 2 times as long, tok/s times as "
+        "much, and SiPipe's processes what they take; data-sheet times (docs/emulation.md); VOID: the "
+        "machine was too busy to emulate",
+    )
+
+
+def emulated_row(
+    runs: Mapping[str, list[dict[str, Any]]], slow: float, busiest: float
+) -> dict[str, Any]:
+    """The figures of a load, of all engines of each side, in the devices' own time.
+
+    Args:
+        slow: how many times as long devices took.
+        busiest: share of this machine's CPU time above which a run is void.
+    """
+    speeds = {side: [slow * load["tokens_per_s"] for load in loads] for side, loads in runs.items()}
+    drafts = [load["drafts"] or {"a_pass": 1.0, "accepted": 0.0} for load in runs["with"]]
+    void = any(load["busy"] > busiest for loads in runs.values() for load in loads)
+    return {
+        "tokens a pass": round(statistics.fmean(each["a_pass"] for each in drafts), 2),
+        "accepted": round(statistics.fmean(each["accepted"] for each in drafts), 2),
+        "tok/s with": spread(speeds["with"]),
+        "tok/s without": spread(speeds["without"]),
+        "with / without": spread(
+            [a / b for a, b in zip(speeds["with"], speeds["without"], strict=True)]
+        ),
+        "busiest stage with, %": round(100 * max(max(e["busy_share"]) for e in runs["with"])),
+        "without, %": round(100 * max(max(e["busy_share"]) for e in runs["without"])),
+        "": "VOID" if void else "valid",
+    }
 
 
 def _answered(job: dict[str, Any]) -> dict[str, Any]:
@@ -234,19 +347,7 @@ def _answered(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(job["repeat"]):
             with turn(*job["turn"]):
                 runs.append(_kept_up(llm, load, job["tokens"]))
-        spent = sorted(ms for run in runs for ms in run["ms"])
-        drawn, accepted, offered = (
-            sum(run[name] for run in runs) for name in ("drawn", "accepted", "offered")
-        )
-        found.append(
-            {
-                "tokens_per_s": [run["tokens_per_s"] for run in runs],
-                "ms": (statistics.median(spent), spent[int(0.99 * (len(spent) - 1))]),
-                "a_pass": drawn / (drawn - accepted),
-                "accepted": accepted / offered if offered else 0.0,
-                "tokens": runs[0]["tokens"],
-            }
-        )
+        found.append(runs)
     return {"loads": found}
 
 

@@ -14,7 +14,8 @@ def test_every_kept_result_of_this_machine_is_measured_by_the_campaign():
     measured = {name for benchmark in CAMPAIGN_OF for name in benchmark.results}
     kept = {name for name in results.names() if not results.is_from_elsewhere(results.kept(name))}
     asked = {name for benchmark in ASKED for name in benchmark.results}
-    assert kept - asked == measured
+    # One that is new has no kept result until the next campaign.
+    assert kept - asked <= measured
     assert len({benchmark.name for benchmark in CAMPAIGN_OF}) == len(CAMPAIGN_OF)
 
 
@@ -114,6 +115,24 @@ def test_what_this_machine_cannot_measure_is_named_and_no_failure(place, monkeyp
     reason = ""
     assert campaign.main() == 0
     assert ran == ["net"]
+
+
+def test_the_model_and_its_draft_head_are_made_first(place, monkeypatch):
+    words = "one MODEL --head HEAD"
+    monkeypatch.setattr(campaign, "CAMPAIGN_OF", (Benchmark("one", words, ("one",), 1),))
+    monkeypatch.setattr(campaign, "MODEL", place / "model")
+    monkeypatch.setattr(campaign, "HEAD", place / "head")
+    monkeypatch.setattr("sys.argv", ["campaign"])
+    outcomes = {"sipipe": (0, []), "make_model.eagle": (0, []), "one": (0, ["one"])}
+    ran = runs(monkeypatch, place, outcomes)
+    assert campaign.main() == 0
+    assert ran == ["sipipe", "make_model.eagle", "one"]
+    for name in ("model", "head"):
+        (place / name).mkdir()
+    (place / "campaign" / "one.json").unlink()
+    ran.clear()
+    assert campaign.main() == 0
+    assert ran == ["one"]
 
 
 def test_an_unknown_name_is_refused(monkeypatch):

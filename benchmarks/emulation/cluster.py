@@ -37,6 +37,7 @@ def emulation(
     *,
     cut: tuple[int, ...] | None = None,
     shared: bool = False,
+    drafts: int = 0,
     jitter: float,
 ) -> Emulation:
     """What ``name``, such as ``llama-70b-8xh100``, stands for with ``pp`` stages.
@@ -44,6 +45,7 @@ def emulation(
     Args:
         cut: layers of each stage; None: as SiPipe would cut them.
         shared: whether the output projection is shared out over the stages.
+        drafts: drafts that a head on the last stage makes of each sequence; 0: there is no head.
         jitter: standard deviation of forward passes, as a share.
 
     Raises:
@@ -72,12 +74,14 @@ def emulation(
         raise ConfigError(
             "emulate: --vocabulary shared is for several stages on one host, of 8 devices at most"
         )
-    best, t = cut_layers(facts, pp, count // pp), count // pp
+    t = count // pp
+    best = cut_layers(facts, pp, t, drafts=drafts)
+    heads = int(drafts > 0)
     cut = cut or (layer_split(facts.layers, pp) if shared else best)
     if len(cut) != pp or sum(cut) != facts.layers:
         raise ConfigError(f"--layers: {pp} numbers, {facts.layers} together, not {list(cut)}")
     parts = share_projection(facts, best, cut, t, device="gpu")[0] if shared else ()
-    placement = place(facts.layers, pp, t, cluster.devices_per_host, cut, parts)
+    placement = place(facts.layers, pp, t, cluster.devices_per_host, cut, parts, heads)
     workload = Workload()
     costs = datasheet_costs(facts, cluster, workload)
     memory = costs.memory(placement, workload.memory_utilization)
@@ -91,6 +95,7 @@ def emulation(
         copy=_curve(lambda rows: costs.logits_copy(last, _work(rows))),
         kv_tokens=memory.kv_tokens,
         jitter=jitter,
+        head=_head(costs, last) if drafts else None,
     )
     return Emulation(facts=facts, cluster=cluster, placement=placement, profile=profile)
 
@@ -125,6 +130,11 @@ def _stage(costs: DatasheetCosts, stage: Stage) -> StageProfile:
         decode_context=attention(1, 1),
         prompt_context=attention(0, 1),
     )
+
+
+def _head(costs: DatasheetCosts, last: Stage) -> StageProfile:
+    """A head of one layer like the model's last, and the output projection."""
+    return _stage(costs, dataclasses.replace(last, layer_range=last.layer_range[-1:]))
 
 
 def _work(tokens: int) -> Microbatch:

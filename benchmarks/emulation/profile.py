@@ -46,6 +46,15 @@ class StageProfile(msgspec.Struct, frozen=True):
         attention = (each * (computed + scheduled / 2)).sum()
         return self.layers(scheduled.sum()) + float(attention)
 
+    def slowed(self, factor: float) -> "StageProfile":
+        return StageProfile(
+            layers=self.layers.slowed(factor),
+            projection=self.projection.slowed(factor),
+            hop=self.hop.slowed(factor),
+            decode_context=factor * self.decode_context,
+            prompt_context=factor * self.prompt_context,
+        )
+
 
 class StockCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage of vLLM's pays, where one of SiPipe's techniques is taken away."""
@@ -69,27 +78,24 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     """What the KV cache of the tightest stage holds."""
     acceptance: float = 0.0
-    """How likely a draft of a prompt lookup is right: half or more, and above 0.6 rather less than
-    that, because the longest match favours the ends of runs. 0: logits are what they are."""
+    """How likely a draft is right. One of a head is as likely as that behind right ones. One of a prompt
+    lookup, half or more, is rather less likely above 0.6, because the longest match favours the ends of
+    runs. 0: logits are what they are."""
+    head: StageProfile | None = None
+    """A draft head on the last stage, as a stage of one layer; None: there is none."""
     jitter: float = 0.0
     """Standard deviation of a forward pass's time, as a share of it."""
     stock: StockCosts = StockCosts()
 
     def slowed(self, factor: float) -> "Profile":
         """The same devices in slow motion: everything takes ``factor`` times as long."""
-        stages = (
-            StageProfile(
-                layers=stage.layers.slowed(factor),
-                projection=stage.projection.slowed(factor),
-                hop=stage.hop.slowed(factor),
-                decode_context=factor * stage.decode_context,
-                prompt_context=factor * stage.prompt_context,
-            )
-            for stage in self.stages
+        return msgspec.structs.replace(
+            self,
+            stages=tuple(stage.slowed(factor) for stage in self.stages),
+            head=None if self.head is None else self.head.slowed(factor),
+            copy=self.copy.slowed(factor),
+            stock=msgspec.structs.replace(self.stock, stall=factor * self.stock.stall),
         )
-        stock = msgspec.structs.replace(self.stock, stall=factor * self.stock.stall)
-        copy = self.copy.slowed(factor)
-        return msgspec.structs.replace(self, stages=tuple(stages), copy=copy, stock=stock)
 
 
 def read_profile(path: str) -> Profile:

@@ -94,6 +94,11 @@ class EmulatedRunner(StandInRunner):
         """Take the tokens, which are there behind the model state's call; nothing attends."""
         self.model_state.prepare_attn(batch)
 
+    def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Block tables [B, 1] and slots [1, T] of a cache that is not there, for a draft head."""
+        tables = torch.zeros(batch.num_reqs_after_padding, 1, dtype=torch.int32)
+        return (tables,), torch.zeros(1, batch.num_tokens_after_padding, dtype=torch.int64)
+
     def sample_tokens(self, _: Any) -> Any:
         """As vLLM's, which nobody waits for."""
         state, self.execute_model_state = self.execute_model_state, None
@@ -106,5 +111,5 @@ class EmulatedRunner(StandInRunner):
     def _prepared(self, *_: Any) -> Any:
         raise AssertionError("SiPipe prepares")
 
-    update_requests = gather_batch_req_state = prepare_inputs = prepare_attn = _prepared
+    update_requests = gather_batch_req_state = prepare_inputs = _prepared
     sample: Any = _prepared

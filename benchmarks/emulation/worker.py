@@ -8,7 +8,8 @@ stream is the time at which it will be free and a mark the time at which it will
 computes, and no thread is needed for it. Hidden states have the model's shape and type, and are
 copied as the links copy them; their first eight bytes are the time at which they will be there. The
 places of the logits are filled once, and then published as they are; with a given acceptance of drafts
-each row's token is drawn there.
+each row's token is drawn there. A draft head takes its time on the last stage's stream, and its drafts
+are one of two tokens.
 
 Where the output projection is shared out, a stage's product and its forward passes have streams of
 their own, and one memory to read weights from: they run side by side, each at half its speed. Here a
@@ -38,6 +39,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from benchmarks.emulation.profile import Profile, read_profile
 from benchmarks.emulation.runner import EmulatedRunner
+from benchmarks.emulation.speculator import EmulatedSpeculator
 from benchmarks.emulation.stock_costs import Costs
 from sipipe.messages.measured import Measured
 from sipipe.messages.stage_place import StagePlace
@@ -76,9 +78,11 @@ class EmulatedDevice:
         self._ready = ready
         self._vocabulary = vocabulary
         self._free = self._copied = 0
-        # Tokens are one of two, independent of one another: two of them are equal as often as a
-        # draft is to be right.
-        self._likely = 0.5 + math.sqrt(max(0.0, 2 * profile.acceptance - 1)) / 2
+        # Tokens are one of two, independent of one another. A head's drafts are always the first one;
+        # by a prompt lookup, two tokens are equal as often as a draft is to be right.
+        self._likely = profile.acceptance
+        if profile.head is None:
+            self._likely = 0.5 + math.sqrt(max(0.0, 2 * profile.acceptance - 1)) / 2
         self._random = np.random.default_rng(0)
 
     def use(self) -> None:
@@ -216,7 +220,8 @@ class EmulatedWorker(WorkerBase):
     place: StagePlace
     draws = True
     reserved = 0
-    speculator = None
+    head: Any = None
+    speculator: EmulatedSpeculator | None = None
     beside: _ProjectionBeside | None = None
     """This stage's part of the output projection, beside its forward passes."""
 
@@ -245,6 +250,11 @@ class EmulatedWorker(WorkerBase):
             dict.fromkeys(_HIDDEN, came),
             last=self.place.is_last,
         )
+        if self.head is not None and self.place.is_last:
+            assert profile.head is not None, "the profile is made for as many drafts"
+            self.speculator = EmulatedSpeculator(
+                self.vllm_config, self.head, profile.head, self.emulated
+            )
 
     def parts(self, boot: WorkerBoot) -> tuple[Any, ProjectionShare]:
         return self.emulated, EmulatedSharing(boot, self, self.emulated)
@@ -303,7 +313,7 @@ class EmulatedWorker(WorkerBase):
         # What travels to other stages' parts of the projection, where they have any.
         hidden = self._made[: batch.num_tokens]
         _times(hidden)[batch.logits_indices] = self.emulated.mark()
-        state = SimpleNamespace(input_batch=batch, hidden_states=hidden)
+        state = SimpleNamespace(input_batch=batch, hidden_states=hidden, aux_hidden_states=None)
         self.model_runner.execute_model_state = state
 
     def sample_tokens(self, grammar_output: Any) -> Any:
