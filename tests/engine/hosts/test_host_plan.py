@@ -1,6 +1,7 @@
 """Which host has what, where it listens, and what two hosts say that differ."""
 
 import queue
+import re
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from sipipe.engine.setup.host_agreement import (
     link_port,
     nixl_ports,
     own_address,
+    versions,
 )
 from sipipe.engine.setup.stages import stages_of_hosts
 from sipipe.engine.start.arguments import use_sipipe
@@ -140,9 +142,9 @@ def test_flags_and_a_share_of_stages_go_together():
 
 
 @contextmanager
-def meeting(monkeypatch, theirs=None, lost=False):
+def meeting(monkeypatch, theirs=None, lost=False, secret=SECRET):
     """A main host's side of a meeting, and the future of what the other host's agent comes to.
-    ``theirs`` are the other host's values. With ``lost``, another process of that host has come before,
+    ``theirs`` are the other host's values, and ``secret`` is its secret. With ``lost``, another process of that host has come before,
     and has died before it was looked at."""
     connections = []
 
@@ -173,6 +175,7 @@ def meeting(monkeypatch, theirs=None, lost=False):
         assert gone.wait_for_peer(BOUND)
         gone.close()
         assert connections[0].wait_for_peer(BOUND)
+    monkeypatch.setenv("SIPIPE_SECRET", secret)
     with ThreadPoolExecutor(1) as pool:
         yield main, pool.submit(agent.run_agent, setup)
     main.close()
@@ -192,6 +195,77 @@ def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_main_host_
         main.close("host 2 did not come")
         with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
             host.result(BOUND)
+
+
+def test_a_host_with_another_secret_is_told_so(monkeypatch):
+    with meeting(monkeypatch, secret="another secret of the tests") as (_, host):
+        words = r"refused this host: the secret \(SIPIPE_SECRET\) is not the same on both"
+        with pytest.raises(ConfigError, match=words):
+            host.result(BOUND)
+
+
+def a_setup(**changes):
+    """What a host has decided, as far as all hosts must have the same; ``changes`` by dotted names."""
+    model = dict.fromkeys(
+        ["model", "revision", "dtype", "quantization", "max_model_len", "seed", "enforce_eager"]
+    )
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+    )
+    setup = SimpleNamespace(
+        vllm_config=vllm_config, config=SiPipeConfig(), stages=2, ranks=1, drafts=0
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        place = setup
+        for part in path:
+            place = getattr(place, part)
+        setattr(place, last, value)
+    return setup
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"stages": 3}, "-pp is 2 on the main host and 3 there"),
+        ({"ranks": 2}, "-tp is 1 on the main host and 2 there"),
+        ({"vllm_config__model_config__model": "other"}, "the model is None .* and other there"),
+        ({"vllm_config__model_config__revision": "main"}, "--revision is None .* and main there"),
+        ({"vllm_config__model_config__seed": 1}, "--seed is None .* and 1 there"),
+        ({"vllm_config__cache_config__block_size": 32}, "--block-size is 16 .* and 32 there"),
+        ({"vllm_config__scheduler_config__max_num_seqs": 9}, "--max-num-seqs is 8 .* and 9 there"),
+        ({"vllm_config__lora_config": "one"}, "--enable-lora is False .* and True there"),
+        (
+            {"vllm_config__kv_transfer_config": SimpleNamespace(kv_connector="KVFiles")},
+            r"the connector \(--kv-transfer-config\) is None .* and KVFiles there",
+        ),
+        (
+            {"config": SiPipeConfig(inflight=5)},
+            r'"inflight" \(sipipe config\) is auto .* and 5 there',
+        ),
+        ({"config": SiPipeConfig(samplers=5, trace="/there")}, ""),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_hosts_have_to_have_the_same_are_named_and_no_others(changes, named):
+    what = module.difference(module.agreed(a_setup()), module.agreed(a_setup(**changes)))
+    assert re.fullmatch(named, what), what
+
+
+@pytest.mark.parametrize("name", ["SiPipe", "vLLM", "torch", "Python"])
+def test_versions_that_differ_are_named(monkeypatch, name):
+    here = module.agreed(a_setup())
+    monkeypatch.setattr(module, "versions", lambda: {**versions(), name: "0.0.9"})
+    there = module.agreed(a_setup())
+    assert module.difference(here, there) == (
+        f"{name} is {here[name]} on the main host and 0.0.9 there"
+    )
 
 
 def test_a_host_that_dies_while_others_are_awaited_may_come_again(monkeypatch):

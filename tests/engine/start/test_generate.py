@@ -31,6 +31,11 @@ class Engine:
             raise QueueOverflowError
         if prompt == "dead":
             raise EngineDeadError()
+        if prompt.startswith("interrupted"):
+            os.kill(os.getpid(), signal.SIGINT)
+            if prompt == "interrupted, and the engine too":
+                raise EngineDeadError()
+            await asyncio.Event().wait()
         if prompt == "odd":
             raise EngineGenerateError from UnicodeError("surrogates not allowed")
         for piece in (prompt[:2], prompt[2:]):
@@ -74,7 +79,16 @@ def test_an_engine_that_dies_is_one_line(run):
         run(["first", "dead", "last"])
 
 
-def test_a_start_is_interrupted_at_once(monkeypatch):
+@pytest.fixture
+def interrupts():
+    """A shell that runs the tests in the background has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_start_is_interrupted_at_once(monkeypatch, interrupts):
     """A terminal interrupts the engine too, whose end is then no failure."""
 
     def start(_):
@@ -82,14 +96,23 @@ def test_a_start_is_interrupted_at_once(monkeypatch):
         raise RuntimeError("the engine was interrupted")
 
     monkeypatch.setattr(generate.AsyncLLM, "from_engine_args", start)
-    # A shell that runs the tests in the background has them ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            asyncio.run(generate.complete(None, ["first"], None, False, pytest.fail))
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(generate.complete(None, ["first"], None, False, pytest.fail))
+
+
+@pytest.mark.parametrize("prompt", ["interrupted", "interrupted, and the engine too"])
+@pytest.mark.parametrize("shown", [[], ["first"]])
+def test_an_interruption_amid_prompts_ends_the_engine_and_is_no_failure(
+    run, interrupts, prompt, shown
+):
+    """Whichever prompt is being shown, and also where the terminal's Ctrl-C has ended the engine first."""
+    ends = []
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            [*shown, prompt, "last"],
+            lambda event, it, _: ends.append(it.prompt) if event == "end" else None,
+        )
+    assert set(ends) <= set(shown)
 
 
 def test_a_reader_that_goes_is_told_as_that(run):
