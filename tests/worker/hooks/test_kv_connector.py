@@ -2,24 +2,36 @@
 
 import inspect
 import re
+from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+import torch
+from tests.worker.hooks.test_draws import batch, last_rows, last_runner
+from tests.worker.test_publisher import VOCAB
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import kv_connector
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from sipipe.messages.kv_load import KVLoad
+from sipipe.worker.device import Launched
+from sipipe.worker.hooks.draws import NothingDrawn
 from sipipe.worker.hooks.kv_connector import ReportingKVConnector
+from sipipe.worker.hooks.preparation import TokenFeedback
+from sipipe.worker.inputs.model_input import ModelInput
 
+NOTHING = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=0)
+"""A batch, as far as a connector is told of it."""
 NOW = KVLoad(request_id="now", block_ids=(1, 2), waits=False)
 LATER = KVLoad(request_id="later", block_ids=(3, 4), waits=True)
 LOADING = {"bind_connector_metadata", "start_load_kv", "wait_for_layer_load"}
@@ -50,6 +62,8 @@ class Connector(KVConnectorBase_V1):
         self.raises = set()
         self.ended = set()
         self.started = []
+        self.called = []
+        """Names of the methods that were called, in order."""
 
     def start_load_kv(self, forward_context, **kwargs):
         self.started.append(self._get_connector_metadata())
@@ -74,6 +88,7 @@ class Connector(KVConnectorBase_V1):
 
 def _raising(name, method):
     def called(self, *args, **kwargs):
+        self.called.append(name)
         if name in self.raises:
             raise ZeroDivisionError("as asked")
         return method(self, *args, **kwargs)
@@ -111,7 +126,7 @@ def run(reporting, *loads, ended=()):
     )
     connector = reporting.kv_connector
     connector.ended = set(ended)
-    reporting.pre_forward(output, SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=0))
+    reporting.pre_forward(output, NOTHING)
     connector.wait_for_layer_load("layer")
     connector.save_kv_layer("layer", None, None)
     reporting.finish_forward()
@@ -213,3 +228,87 @@ def test_a_request_of_that_name_waits_for_its_own_load_also_when_no_end_was_told
     connector.raises = set()
     run(reporting, LATER)
     assert run(reporting, ended={"later"}).finished_recving == {"later"}
+
+
+IN_ORDER = [
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "finish_forward",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+]
+"""What vLLM's runner calls in each pass, with tokens or without, on each stage."""
+
+
+def vllms(reporting, **attributes):
+    """vLLM's runner as far as its methods look at it here, with nothing to do but for the connector."""
+    runner = Mock(spec=GPUModelRunner, kv_connector=reporting, **attributes)
+    runner.aux_output_connector = runner.pcp_manager = None
+    return runner
+
+
+def without_tokens(reporting, output):
+    """Any stage, in an iteration in which blocks alone come or go."""
+    runner = vllms(reporting, block_tables=Mock())
+    runner._merge_ec_connector_no_forward = lambda _, result: result  # noqa: SLF001 - vLLM's
+    result = GPUModelRunner.execute_model(runner, output)
+    return result.kv_connector_output
+
+
+def on_an_earlier_stage(reporting, output):
+    reporting.pre_forward(output, NOTHING)
+    reporting.finish_forward()
+    state = Mock(finished_req_ids=output.finished_req_ids)
+    runner = vllms(
+        reporting,
+        execute_model_state=state,
+        is_last_pp_rank=False,
+        pp_handler=TokenFeedback(8),
+        model_state=Mock(),
+        eplb=Mock(),
+    )
+    worker = SimpleNamespace(sample_tokens=partial(GPUModelRunner.sample_tokens, runner))
+    return NothingDrawn().finish(worker, None, None).kv_connector_output
+
+
+def on_the_last_stage(reporting, output):
+    """CPU samplers draw, so vLLM's ``sample_tokens`` does not run."""
+    reporting.pre_forward(output, NOTHING)
+    reporting.finish_forward()
+    runner = last_runner()
+    runner.kv_connector = reporting
+    runner.postprocess_sampled = lambda *_: None
+    drawing = last_rows(runner)
+    output.scheduled_new_reqs = []
+    output.num_scheduled_tokens = {"a": 1}
+    inputs = ModelInput(iteration=0, slot=0, buffer_set=0, output=output)
+    launched = Launched(inputs=inputs)
+    drawing.begin(launched)
+    decoding = batch(["a"], [7], [1], [4])
+    decoding.query_start_loc = None
+    runner.execute_model_state = SimpleNamespace(
+        input_batch=decoding, hidden_states=torch.zeros(1, VOCAB)
+    )
+    assert drawing.finish(SimpleNamespace(sample_tokens=runner.sample_tokens), inputs, None) is None
+    return launched.kv
+
+
+@pytest.mark.parametrize("end", [without_tokens, on_an_earlier_stage, on_the_last_stage])
+def test_a_connector_is_called_in_vllms_order_on_each_stage_and_without_tokens(
+    reporting, connector, end
+):
+    """A connector that moves blocks behind the pass counts on it: it fences blocks in the first of
+    these calls, and begins and ends its moves in others."""
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_metadata = KVConnectorMetadata()
+    output.kv_loads = [NOW]
+    output.has_sync_kv_loads = True
+    connector.ended = {"another"}
+    assert end(reporting, output).finished_recving == {"another"}
+    assert connector.called == IN_ORDER

@@ -4,7 +4,10 @@ vLLM lets what a connector raises end the worker. Here it becomes the report tha
 a policy for (``kv_load_failure_policy``): the blocks that the engine asked for in this iteration are
 not valid, and requests that wait for them need not. An error of a save is logged: nothing depends on it.
 
-Who runs here: the device thread, which alone calls vLLM's runner.
+Who runs here: the device thread, which alone calls vLLM's runner, on the stream on which it launches the
+    pass. So each rank of each stage makes vLLM's calls in vLLM's order, also in iterations without tokens:
+    where there is a connector, those are published too (:class:`sipipe.engine.iteration.dispatch.Dispatcher`).
+    The preparing thread touches no block.
 Guarantees: each method that vLLM's runner calls in a pass is guarded, so none ends the worker. If the
     connector cannot take this iteration's metadata, it is not asked to load: what it holds then is
     another iteration's, or the engine's side could not make any.
