@@ -69,7 +69,8 @@ def comparison(place: StagePlace, seconds: float) -> Callable[[Exception | None]
             return
         if error is None:
             raise RanksDifferError(
-                "a pass of the draft head failed on another rank of this stage, whose log says why"
+                "a pass of the draft head failed on another rank of this stage, whose log says why, or has "
+                f"not ended there within {seconds:g} s"
             )
         raise RanksDifferError(
             "a pass of the draft head failed on this rank of its stage, and not in the same way on the "
