@@ -333,11 +333,12 @@ def test_what_another_user_made_is_neither_followed_nor_removed(tmp_path, monkey
 
 FAILS = """
 import sys, threading, types
+argument = sys.argv.pop()
 from sipipe import errors
 launch = types.ModuleType("sipipe.engine.start.launch")
 def serve(*_, started):
-    threading.Thread(target=threading.Event().wait, daemon="Config" in sys.argv[3]).start()
-    raise eval(sys.argv[3], vars(errors))
+    threading.Thread(target=threading.Event().wait, daemon="Config" in argument).start()
+    raise eval(argument, vars(errors))
 launch.serve = serve
 sys.modules["sipipe.engine.start.launch"] = launch
 from sipipe.engine.start import server as front
@@ -347,6 +348,7 @@ sys.exit(front.main())
 
 SERVES = """
 import json, socket, sys, threading, types
+argument = sys.argv.pop()
 launch = types.ModuleType("sipipe.engine.start.launch")
 listener = socket.create_server(("127.0.0.1", 0))
 look_up = socket.getaddrinfo
@@ -355,7 +357,7 @@ def looked_up(*asked):
     return look_up(*listener.getsockname(), type=socket.SOCK_STREAM)
 def serve(*_, started):
     socket.getaddrinfo = looked_up
-    args = {"host": json.loads(sys.argv[3]), "port": 8000, "uds": None, "model": "m"}
+    args = {"host": json.loads(argument), "port": 8000, "uds": None, "model": "m"}
     args |= {"ssl_certfile": None, "served_model_name": None, "shutdown_timeout": 0}
     started(types.SimpleNamespace(**args))
     for thread in threading.enumerate():
