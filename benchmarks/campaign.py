@@ -121,7 +121,7 @@ CAMPAIGN_OF = (
     Benchmark(
         "scheduling",
         "scheduling",
-        ("scheduling-summary", "scheduling-prompts", "scheduling-seeds"),
+        ("scheduling-summary", "scheduling-prompts", "scheduling-beside", "scheduling-seeds"),
         8,
     ),
     Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 8),

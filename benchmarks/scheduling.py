@@ -28,6 +28,7 @@ from benchmarks.simulator.workload import (
     load_trace,
     poisson_trace,
 )
+from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.times import Prices, usual
 
 TRACES = Path(__file__).parent / "traces"
@@ -38,6 +39,11 @@ COSTS = {
     # Little to amortize; every token costs.
     "CPU-like": StageCosts(prices=Prices(3e-3, 2e-4, 1.5e-4, 0.0, 0.0)),
 }
+SMALL = StageCosts(prices=Prices(5e-3, 4e-4, 4e-4, 1e-7, 1e-7))
+"""About SmolLM2-135M's on one core a stage."""
+UNBOUNDED = MicrobatchSettings(tpot_target_ms=1e9)
+LATE = 93.0
+"""Second in which a long prompt comes, when others have decoded for three."""
 DEVICES = ("deepseek-v3", "llama-3.1-70b")
 """Eight H200 a stage, by data sheet."""
 CHUNKS = (2048, 4096, 8192, 16384, 32768)
@@ -191,6 +197,57 @@ def _prompt_alone(name: str, depth: int, length: int) -> dict[str, Any]:
     return row
 
 
+def beside_decodes(
+    costs: StageCosts, stages: int, settings: MicrobatchSettings | None = None
+) -> dict[str, Any]:
+    """A prompt of 8,000 tokens beside 16 sequences that decode: milliseconds between two tokens of
+    these while the prompt is computed, and before, and its seconds to the first token."""
+    learnt = [Arrival(0.0, 1000, 2), Arrival(10.0, 2000, 2)]  # from these prices are known
+    decoding = [Arrival(LATE - 3 + 0.01 * number, 16, 800) for number in range(16)]
+    slots = stages + 1
+    outcome = simulate(
+        [*learnt, *decoding, Arrival(LATE, 8000, 2)],
+        SlotRule(slots=slots, max_tokens=BUDGET, stages=stages, paced=True, settings=settings),
+        stages=stages,
+        inflight=slots,
+        costs=costs,
+        engine=EngineModel(max_tokens=BUDGET, max_running=256, kv_tokens=131_072),
+    )
+    streams = outcome.times[len(learnt) : -1]
+    alone = _gaps(streams, LATE - 1, LATE)
+    beside = _gaps(streams, LATE, outcome.times[-1][0])
+    return {
+        "stages": stages,
+        "alone, ms": float(np.median(alone)),
+        "beside p50, ms": float(np.median(beside)),
+        "beside p99, ms": float(np.percentile(beside, 99)),
+        "x alone": float(np.median(beside) / np.median(alone)),
+        "TTFT, s": float(outcome.ttft[-1]),
+    }
+
+
+def _gaps(streams: list[list[float]], begin: float, end: float) -> np.ndarray:
+    """Milliseconds between two tokens of a stream that both lie between ``begin`` and ``end``, in seconds."""
+    inside = [[1e3 * time for time in times if begin <= time <= end] for times in streams]
+    return np.concatenate([np.diff(times) for times in inside])
+
+
+def prompts_beside(stages: tuple[int, ...]) -> None:
+    """A long prompt beside sequences that decode, with the default bound and without one."""
+    rows = []
+    for name, costs in (("GPU-like", COSTS["GPU-like"]), ("small model on CPUs", SMALL)):
+        for depth, bound in itertools.product(stages, ("default", "none")):
+            settings = UNBOUNDED if bound == "none" else None
+            rows.append({"costs": name, "bound": bound} | beside_decodes(costs, depth, settings))
+    report(
+        "scheduling",
+        "Simulated: a prompt of 8,000 tokens beside 16 sequences that decode",
+        rows,
+        note="time per token of the 16, while the prompt is computed and before; TTFT: the prompt's",
+        file="scheduling-beside",
+    )
+
+
 def many_arrivals(requests: int, stages: tuple[int, ...]) -> None:
     """What the engine does, p + 1 slots of which some close; a row per depth."""
     rows = []
@@ -247,10 +304,12 @@ def main() -> None:
     if options.quick:
         simulated(120, (0.8, float("inf")), (2, 4))
         prompts_alone((131_072,), (4,))
+        prompts_beside((2,))
         many_arrivals(60, (2, 4))
     else:
         simulated(300, LOADS, (2, 4, 8))
         prompts_alone((16_384, 131_072, 524_288, 1_000_000), (1, 2, 4, 8))
+        prompts_beside((2, 4, 8))
         many_arrivals(150, (2, 4, 8))
 
 

@@ -34,6 +34,8 @@ class SimulatedRequest:
     """Tokens that have come back."""
     first_token: float = -1.0
     finished: float = -1.0
+    times: list[float] = dataclasses.field(default_factory=list)
+    """Seconds at which each token came back."""
     epoch: int = 0
     """Raised by a preemption, so that a batch in flight knows that its result is stale."""
 
@@ -159,6 +161,7 @@ class EngineModel:
             if request.epoch != epoch:
                 continue  # preempted since
             request.generated += 1
+            request.times.append(now)
             tokens += 1
             if request.first_token < 0:
                 request.first_token = now

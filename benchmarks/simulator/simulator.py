@@ -52,6 +52,8 @@ class Outcome:
     """Seconds to the first token, [requests] float64."""
     tpot: np.ndarray
     """Seconds per further token, [requests with two tokens or more] float64."""
+    times: list[list[float]]
+    """Seconds at which each request's tokens came, by request."""
     sizes: tuple[int, ...]
     """Sequences of each microbatch in order, empty ones included."""
 
@@ -128,5 +130,6 @@ def simulate(
         tpot=np.array(
             [(r.finished - r.first_token) / (r.generated - 1) for r in requests if r.generated > 1]
         ),
+        times=[r.times for r in requests],
         sizes=tuple(sizes),
     )

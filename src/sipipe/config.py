@@ -90,7 +90,8 @@ class MicrobatchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         float, Meta(ge=0, le=1e9, description="a finite number of milliseconds, 0 or more")
     ] = 0.0
     """Time per output token, in ms, that prompts and drafts should leave to decoding sequences: chunks
-    beside them, and drafts, are cut to what the stages' measured times allow. 0: none."""
+    beside them, and drafts, are cut to what the stages' measured times allow. 0: none for drafts; chunks
+    beside decoding sequences then make their time per token about five times as long, at most."""
 
     kv_reserve: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.02
     """Share of the KV cache, 0 to below 1, kept free for the growth of decoding sequences: no

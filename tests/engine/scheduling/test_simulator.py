@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.scheduling import COUNTED, SEEDS, TRACES, at_load, worst_ratio
+from benchmarks.scheduling import (
+    COUNTED,
+    SEEDS,
+    SMALL,
+    TRACES,
+    at_load,
+    beside_decodes,
+    worst_ratio,
+)
 from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import DynamicChunksRule, Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import StageCosts, simulate
@@ -112,6 +120,15 @@ def test_chunks_of_equal_time_are_about_as_quick_as_any_chunks_of_equal_size(sta
     others = {chunk: last(Rule(), chunk, stages) for chunk in (512, 1024, 2048, 4096, 8192, 32_768)}
     assert ours < 1.08 * min(others.values())
     assert ours < (1 - 0.04 * stages) * others[8192]
+
+
+@pytest.mark.parametrize("costs", [SMALL, GPU_LIKE], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_long_prompt_makes_a_token_five_times_as_long_at_most(stages, costs):
+    """By default: 16 sequences decode, and a prompt of 8,000 tokens comes."""
+    found = beside_decodes(costs, stages)
+    assert found["x alone"] < 5.3
+    assert found["beside p99, ms"] < 8 * found["alone, ms"]
 
 
 @settings(max_examples=25, deadline=None)

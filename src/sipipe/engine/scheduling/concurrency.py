@@ -127,6 +127,13 @@ class ConcurrencyController:
         largest = -(-sequences // microbatches)
         return self._period(largest * self.rows, microbatches, self.unseen)
 
+    def alone(self, sequences: int) -> float:
+        """Seconds of a period in which all of ``sequences`` decode, in the microbatches that are formed,
+        and no prompt is computed; 0 where that is not known, or nothing decodes."""
+        if not sequences or not self._ready():
+            return 0.0
+        return self.period(sequences, max(1, min(self.formed, sequences)))
+
     def _period(self, rows: float, microbatches: int, unseen: float) -> float:
         """Seconds of a period of so many microbatches of ``rows`` each, with ``unseen`` ones."""
         slowest, phases = self._decoding(rows)

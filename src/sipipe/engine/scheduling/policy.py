@@ -181,6 +181,7 @@ class SlotPolicy:
             kv_free=kv_free,
             slots=self._active,
             measured=self.controller.measured,
+            period=self.controller.alone(len(self.slot_of)) if pending_prefill > 0 else 0.0,
         )
         return Plan(slot=slot, decode=ready, prefill=prefill)
 

@@ -16,7 +16,9 @@ seconds of :mod:`sipipe.engine.scheduling.times`:
 - A chunk may always fill its microbatch up to the longest of the last m - 1: that is free. So
   chunks of one prompt take equal times, and have the fewer tokens the more lies before them.
 - It is not cut finer than 64 / m tokens, and 24: the first token would only come later.
-- ``tpot_target_ms`` bounds what decoding sequences are delayed by.
+- ``tpot_target_ms`` bounds what decoding sequences are delayed by. Without it, a round of all
+  microbatches takes at most 1 + :data:`SLOWDOWN` times as long with prompts as its decodes take
+  alone; longer, the more requests arrive for each that decodes, since each of those waits too.
 - As the KV cache runs out, no prompt starts: decoding sequences can grow without preemption.
 """
 
@@ -29,6 +31,11 @@ from sipipe.engine.scheduling.times import Load, Prices
 
 TINY = 1e-9
 """Seconds that prompts have at least where any is pending: those of a least chunk, so that none starves."""
+SLOWDOWN = 4.0
+"""Time of prompts in a round, as a multiple of what its decodes take alone, where one request arrives and
+others decode. The prompts then take 1.25 times as long as in a pipeline of their own."""
+FINEST = 16
+"""Tokens below which no chunk is cut beside decoding sequences that are to wait no longer."""
 CHEAPEST = 16
 """Tokens that take as long as what a microbatch costs besides, at least: no pass is free."""
 
@@ -168,6 +175,7 @@ class PrefillThrottle:
         kv_free: float,
         slots: int,
         measured: bool,
+        period: float = 0.0,
     ) -> Allowance:
         """The time and the tokens that prompts may take at this visit.
 
@@ -180,6 +188,7 @@ class PrefillThrottle:
             kv_free: Free share of the KV cache, 0 to 1.
             slots: Slots that are open, 1 to m; with one there is nothing to keep even.
             measured: True if prices are seconds.
+            period: Seconds of a round with the decodes alone; 0 where that is not known.
         """
         if measured != self._measured:  # the unit has changed
             self._others.clear()
@@ -188,6 +197,7 @@ class PrefillThrottle:
         pending = pending if starts else started
         decoding = prices.of(decodes)
         seconds = 0.0
+        bounded = False
         if pending > 0:
             # Share of what a chunk delays that decodes, rather than arrives with it.
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
@@ -195,14 +205,18 @@ class PrefillThrottle:
                 self._spread(pending, prices, disturbed, slots),
                 max(self._others, default=0.0) - decoding,  # up to the longest of the others: free
             )
-            target = self._settings.tpot_target_ms / 1e3
-            if target and running and measured:
-                seconds = min(seconds, target / self._slots - decoding)
+            if running and measured:
+                share = running / (running + max(0, arriving - 1))
+                bearable = self._target(period, share) / self._slots - decoding
+                bounded = bearable < seconds
+                seconds = min(seconds, bearable)
             seconds = max(seconds, TINY)
         self._others.append(decoding + min(seconds, pending))
         # A closed slot's visits carry prompts that delay no decoding sequence: fewer, larger chunks.
         all_open = slots == self._slots
         finest = max(24, 64 // slots) if all_open else 96
+        if bounded:
+            finest = FINEST
         return Allowance(
             prices,
             seconds=seconds,
@@ -213,6 +227,17 @@ class PrefillThrottle:
             starts=starts,
             slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
         )
+
+    def _target(self, period: float, share: float) -> float:
+        """Seconds that a round of all microbatches, closed slots' too, may take with prompts.
+
+        Args:
+            period: Seconds of a round with the decodes alone; 0 where that is not known.
+            share: Sequences that decode, among those and the arriving ones but one, above 0 to 1.
+        """
+        if self._settings.tpot_target_ms:
+            return self._settings.tpot_target_ms / 1e3
+        return period * (1 + SLOWDOWN / share) if period > 0 else math.inf
 
     def _spread(self, pending: float, prices: Prices, disturbed: float, slots: int) -> float:
         """Seconds of one microbatch's share of what is ``pending``.
