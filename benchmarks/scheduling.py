@@ -3,7 +3,7 @@
 Simulated: recorded arrival traces (``benchmarks/traces``) through pipelines of 2, 4 and 8 stages
 with stage costs like a GPU's and like a CPU's. Served, it is rows of ``sipipe bench``.
 
-    python -m benchmarks.scheduling [--quick]
+    python -m benchmarks.scheduling [--quick] [--only beside]
 """
 
 from __future__ import annotations
@@ -300,17 +300,22 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer requests, depths and loads")
+    parts = ("rules", "alone", "beside", "arrivals")
+    parser.add_argument("--only", choices=parts, help="one of the tables")
     options = parser.parse_args()
-    if options.quick:
-        simulated(120, (0.8, float("inf")), (2, 4))
-        prompts_alone((131_072,), (4,))
-        prompts_beside((2,))
-        many_arrivals(60, (2, 4))
-    else:
-        simulated(300, LOADS, (2, 4, 8))
-        prompts_alone((16_384, 131_072, 524_288, 1_000_000), (1, 2, 4, 8))
-        prompts_beside((2, 4, 8))
-        many_arrivals(150, (2, 4, 8))
+    quick = options.quick
+    if options.only in (None, "rules"):
+        if quick:
+            simulated(120, (0.8, float("inf")), (2, 4))
+        else:
+            simulated(300, LOADS, (2, 4, 8))
+    if options.only in (None, "alone"):
+        lengths = (131_072,) if quick else (16_384, 131_072, 524_288, 1_000_000)
+        prompts_alone(lengths, (4,) if quick else (1, 2, 4, 8))
+    if options.only in (None, "beside"):
+        prompts_beside((2,) if quick else (2, 4, 8))
+    if options.only in (None, "arrivals"):
+        many_arrivals(60 if quick else 150, (2, 4) if quick else (2, 4, 8))
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ class Front(AsyncLLM):
     def __init__(self):
         self.turns = []
         self.vllm_config = SimpleNamespace(
-            cache_config=SimpleNamespace(kv_sharing_fast_prefill=False)
+            cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), is_mm_encoder_only=False
         )
-        self.model_config = SimpleNamespace(is_encoder_decoder=False)
+        self.model_config = SimpleNamespace(is_encoder_decoder=False, is_diffusion=False)
         self.input_processor = SimpleNamespace(
             process_inputs=lambda request_id, prompt, *_, **__: SimpleNamespace(
                 request_id=request_id, prompt_embeds=None, prompt=prompt

@@ -98,12 +98,14 @@ SAID_AT_A_START = (
     "KV cache size: ",
     "microbatches in flight",
 )
+OF_THIS_SETUP = ("import time: ", "Failed to import Triton kernels")
+"""What only a test's environment says: vLLM 0.33 here is the Python of a build for GPUs (test_newer_vllm.py)."""
 NOT_SAID = ("custom scheduler", "Triton not available", "Triton is not installed", "Route: ")
 
 
 def test_the_log_of_a_start_is_short_and_has_what_matters(served):
-    text = served[2].read_text()
-    text = "".join(line for line in text.splitlines(keepends=True) if "import time: " not in line)
+    lines = served[2].read_text().splitlines(keepends=True)
+    text = "".join(line for line in lines if not any(said in line for said in OF_THIS_SETUP))
     start, served_at, _ = text.partition(f"{servers.MODEL} is served at {served[0]}/v1")
     assert served_at, text[-2000:]
     assert text.count(served_at) == 1

@@ -197,7 +197,8 @@ class PrefillThrottle:
         pending = pending if starts else started
         decoding = prices.of(decodes)
         seconds = 0.0
-        bounded = False
+        # A closed slot's visits carry prompts that delay no decoding sequence: fewer, larger chunks.
+        finest = max(24, 64 // slots) if slots == self._slots else 96
         if pending > 0:
             # Share of what a chunk delays that decodes, rather than arrives with it.
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
@@ -208,15 +209,12 @@ class PrefillThrottle:
             if running and measured:
                 share = running / (running + max(0, arriving - 1))
                 bearable = self._target(period, share) / self._slots - decoding
-                bounded = bearable < seconds
-                seconds = min(seconds, bearable)
+                if math.isfinite(bearable):
+                    # The finest chunk's time, too, has to be borne; behind a long prefix it is long.
+                    seconds = min(max(seconds, finest * prices.token), bearable)
+                    finest = FINEST
             seconds = max(seconds, TINY)
         self._others.append(decoding + min(seconds, pending))
-        # A closed slot's visits carry prompts that delay no decoding sequence: fewer, larger chunks.
-        all_open = slots == self._slots
-        finest = max(24, 64 // slots) if all_open else 96
-        if bounded:
-            finest = FINEST
         return Allowance(
             prices,
             seconds=seconds,
