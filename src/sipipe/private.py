@@ -1,7 +1,7 @@
 """Directories that nobody else can have written to, for what SiPipe keeps from one start to the next.
 
-Used by :mod:`sipipe.jit`, whose kernels are pickles and machine code, by the self-test's findings, and
-by the checks in the foreground, which import neither Numba nor LLVM: a worker that is forked later
+Used by :mod:`sipipe.jit`, whose kernels are pickles and machine code, by :mod:`sipipe.kept`, and by
+the checks in the foreground, which import neither Numba nor LLVM: a worker that is forked later
 could not be set up.
 """
 

@@ -25,7 +25,7 @@ takes in what was measured while an iteration is out.
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -59,6 +59,8 @@ ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
 MOST_COMING = 1024
 """Iterations that a stage may be behind with its figures; the oldest of more is forgotten."""
+KEPT_AGAIN = 4
+"""Multiple of fits after which prices are kept again: an engine of a million batches does it nine times."""
 _CHUNK = 1024.0
 """Tokens of a prompt's chunk by which the slowest stage is found."""
 _LEVEL = Prices(fixed=1.0, row=1e-3, token=0.0, context=0.0, pair=0.0)
@@ -72,9 +74,17 @@ class ConcurrencyController:
         stages: Stages of the pipeline, p.
         slots: The most microbatches.
         first: Prices of a load before it has been measured; None: :func:`usual` ones.
+        keep: Receives measured prices, in seconds, now and then; returns at once. None: nobody does.
     """
 
-    def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stages: int,
+        slots: int,
+        first: Prices | None = None,
+        keep: Callable[[Prices], None] | None = None,
+    ) -> None:
         self.stages = stages
         self.slots = slots
         self.first = first or usual()
@@ -91,6 +101,9 @@ class ConcurrencyController:
         """Rows of a sequence in a pass, lately: with drafts more than one. Prices are by rows."""
         self.chosen = slots
         """The number that the last choice fell on, also where there are fewer sequences."""
+        self._keep = keep
+        self._kept_at = 0  # fits of the times that were kept last
+        self._keeping = BestEffort("keeping the stages' times for the next start", bounded=False)
         self._pricing = BestEffort("pricing by the stages' times", bounded=False)
         self._choosing = BestEffort("choosing the number of microbatches", bounded=False)
         # Visits since the last choice, the sequences that it was for, and those of the last question.
@@ -104,6 +117,10 @@ class ConcurrencyController:
         if self.times.fits != self._priced:
             self._priced = self.times.fits
             self._prices = self._pricing(self._prices, self._slowest)
+            due = self.times.fits >= KEPT_AGAIN * self._kept_at
+            if self._keep is not None and self.measured and due:
+                self._kept_at = self.times.fits
+                self._keeping(None, self._keep, self._prices)
         return self._prices
 
     def _slowest(self) -> Prices:

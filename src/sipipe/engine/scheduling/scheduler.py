@@ -40,12 +40,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from sipipe.engine.layers.decoder import decoder_of
 from sipipe.engine.scheduling.blocks import answer_shortly
-from sipipe.engine.scheduling.concurrency import ConcurrencyController
+from sipipe.engine.scheduling.kept_prices import make_controller
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
-from sipipe.engine.scheduling.times import Load, usual
+from sipipe.engine.scheduling.times import Load
 from sipipe.engine.setup.derived import settings_of
 
 NEVER = sys.maxsize
@@ -69,10 +68,8 @@ class PipelineScheduler(Scheduler):
         config = settings_of(self.vllm_config)
         self.ahead: int = getattr(self.vllm_config, "ahead", 0)
         """Microbatches that are scheduled before there is room for them in the pipeline."""
-        self.controller = ConcurrencyController(
-            stages=self.vllm_config.parallel_config.pipeline_parallel_size,
-            slots=self.vllm_config.max_concurrent_batches - self.ahead,
-            first=usual(decoder_of(self.vllm_config).facts),
+        self.controller = make_controller(
+            self.vllm_config, slots=self.vllm_config.max_concurrent_batches - self.ahead
         )
         """Measured times of microbatches, and the number of slots to open by them."""
         self._policy = SlotPolicy(

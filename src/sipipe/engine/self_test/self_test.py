@@ -18,16 +18,14 @@ Rejected: a pass of each worker by a control call, which would be a second way t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import torch
@@ -50,6 +48,7 @@ from sipipe.engine.setup.record import Setup
 from sipipe.errors import UnsupportedError
 from sipipe.ipc.child import limit_waits, start_child
 from sipipe.ipc.memory import free_bytes
+from sipipe.kept import digest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -256,7 +255,7 @@ class SelfTest:
         return Subject(
             architecture=self._name,
             implementation=implementation_of(self._model),
-            model_config=_digest(self._model.hf_config.to_dict()),
+            model_config=digest(self._model.hf_config.to_dict()),
             layers=self._setup.layers,
             ranks=self._setup.ranks,
             dtype=self._setup.dtype,
@@ -307,10 +306,6 @@ class SelfTest:
         except Exception as error:
             return f"; it could not be kept for the next start ({error})"
         return ""
-
-
-def _digest(config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(config, default=str).encode()).hexdigest()
 
 
 def _environment() -> dict[str, str]:
