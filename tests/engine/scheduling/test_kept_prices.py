@@ -96,9 +96,7 @@ def test_another_machine_or_model_begins_with_the_usual_prices(config, monkeypat
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(
-    prices=st.builds(Prices, *[st.floats(0.0) | st.sampled_from([-1.0, math.nan])] * 5)
-)
+@given(prices=st.builds(Prices, *[st.floats(0.0) | st.sampled_from([-1.0, math.nan])] * 5))
 def test_what_is_taken_is_near_the_usual(config, prices):
     """Whatever an engine has kept: the ratios of prices are finite, and none is far from the usual."""
     expected = usual(None)
