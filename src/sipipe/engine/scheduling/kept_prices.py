@@ -66,7 +66,7 @@ _remembering = BestEffort("reading the prices of an earlier engine", bounded=Fal
 
 
 class PriceMemory:
-    """What engines of one configuration on one machine have found out, from start to start.
+    """Memory, from start to start, of what engines of one configuration have measured on one machine.
 
     Args:
         vllm_config: The engine's configuration.
