@@ -1,11 +1,14 @@
 """Draft heads change no token, and are right as often as in stock vLLM, wherever the stages are cut."""
 
 import json
+import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.engine import heads
 from tests.engine.engines import (
+    Engine,
     greedy,
     prompts,
     run_engine,
@@ -16,11 +19,21 @@ from tests.engine.engines import (
 )
 from tests.engine.servers import VLLM, Server, complete, metric
 from tests.engine.test_features import thinking
+from tests.engine.test_second_runner import DRAWS, INTERPRETED, TRITON
 from tests.engine.test_speculation import batches, kinds, repeating, run, with_and_without
 
 pytestmark = pytest.mark.engine
 
 SAMPLERS = {"sipipe": {"samplers": 2}}
+ON_DEVICE = {
+    "sipipe": {"cpu_sampling": "off"},
+    "env": DRAWS,
+    "worker_extension_cls": "drafting_twins.Twins",
+}
+"""An engine whose last stage's device draws, verifies and proposes in one step: with vLLM's runner, and
+twins of its kernels."""
+UNTWINNED = {"logit_bias", "bad_words", "min_tokens"}
+"""Parameters whose kernels have no twin."""
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 OFFERED = "vllm:spec_decode_num_draft_tokens"
 CACHED = "cached"
@@ -93,14 +106,97 @@ def test_a_head_changes_no_token(models, kind, pp):
     with_and_without(path, batches(), drafts, **SAMPLERS, pipeline_parallel_size=pp)
 
 
+def twinned():
+    """Requests of all kinds whose parameters' kernels have twins, together and alone."""
+    asked = [params for params in kinds() if not UNTWINNED & params.keys()]
+    together = {"prompts": repeating(len(asked)), "params": asked}
+    alone = [
+        {"prompts": repeating(1, seed=i + 1), "params": [asked[i]]} for i in (0, 2, len(asked) - 3)
+    ]
+    return [together, *alone]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kind", "pp"),
+    [
+        ("eagle", 2),
+        pytest.param("eagle", 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", 4, marks=pytest.mark.slow),
+        pytest.param("mtp", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_changes_no_token_where_vllms_sampler_draws(models, kind, pp):
+    """Also not with seeds: a draft is right if that sampler draws it."""
+    path, drafts = head(models, kind)
+    with_and_without(path, twinned(), drafts, **ON_DEVICE, pipeline_parallel_size=pp)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "pp"), [("eagle", 2), ("eagle3", 4), ("mtp", 2)])
+def test_drafts_are_as_often_right_where_vllms_sampler_draws(models, kind, pp):
+    path, drafts = head(models, kind)
+    plain = run_engine(path, long_greedy())
+    _, by_stock = run(path, long_greedy(), speculative_config=drafts)
+    settings = {**ON_DEVICE, "pipeline_parallel_size": pp}
+    found, counted = run(path, long_greedy(), speculative_config=drafts, **settings)
+    assert tokens(found[0]) == tokens(plain[0])
+    rate = counted[ACCEPTED] / counted[OFFERED]
+    assert rate >= 0.9 * by_stock[ACCEPTED] / by_stock[OFFERED], (counted, by_stock)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "chosen"),
+    [
+        ("copy", "vLLM's sampler draws on the last stage's device."),
+        ("device", "CPU samplers draw."),
+    ],
+)
+def test_who_verifies_drafts_is_measured(models, part, chosen):
+    """Logits come late to the host, or vLLM's sampler is late."""
+    path, drafts = head(models, "eagle")
+    settings = {
+        **ON_DEVICE,
+        **SAMPLERS,
+        "env": DRAWS | {"SLOW_PART": part},
+        "pipeline_parallel_size": 2,
+        "disable_log_stats": False,
+    }
+    counters = {"metrics": ACCEPTED}
+    with Engine(path, speculative_config=drafts, **settings) as engine:
+        *found, counted = engine.run([*long_greedy(), counters])
+        [line] = re.findall("cpu_sampling auto: .*", engine.log.read_text())
+    assert line.startswith(f"cpu_sampling auto: {chosen}")
+    assert "the draft head" in line
+    assert tokens(found[0]) == tokens(run_engine(path, long_greedy())[0])
+    assert counted[ACCEPTED] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRITON, reason="SIPIPE_TRITON names no directory with an unpacked Triton")
+def test_vllms_own_kernels_interpreted_verify_and_propose(models):
+    """As ``test_second_runner.py`` has it: what our twins may have got wrong. It takes minutes."""
+    path, drafts = head(models, "eagle")
+    paths = [str(INTERPRETED), TRITON, *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    settings = {**ON_DEVICE, "env": env, "worker_extension_cls": "", "pipeline_parallel_size": 2}
+    short = greedy(3, shortest=8, longest=12)
+    warm = {"temperature": 0.4, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+    asked = [*short, warm, warm | {"repetition_penalty": 1.2}]
+    batch = {"prompts": prompts(len(asked), longest=60), "params": asked}
+    with_and_without(path, [batch], drafts, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [SAMPLERS, ON_DEVICE], ids=["samplers", "device"])
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
-def test_nor_where_requests_are_preempted_and_share_blocks(models, kind):
+def test_nor_where_requests_are_preempted_and_share_blocks(models, kind, place):
     """The number of cached tokens is another with a head (:data:`CACHED`)."""
     path, drafts = head(models, kind)
     plain = {"prompts": repeating(8) + prompts(3), "params": greedy(11, shortest=40, longest=80)}
     small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-    settings = {**SAMPLERS, "pipeline_parallel_size": 2, "max_num_seqs": 16, **small}
+    settings = {**place, "pipeline_parallel_size": 2, "max_num_seqs": 16, **small}
     with_and_without(path, [plain, plain], drafts, apart_from=[CACHED], **settings)
 
 
@@ -119,11 +215,16 @@ def test_as_many_tokens_are_cached_as_in_stock(models, kind):
 
 
 @pytest.mark.ci
-def test_nor_with_several_ranks_a_stage(models):
+@pytest.mark.parametrize(
+    "place",
+    [SAMPLERS, pytest.param(ON_DEVICE, marks=pytest.mark.slow)],
+    ids=["samplers", "device"],
+)
+def test_nor_with_several_ranks_a_stage(models, place):
     """Whose device threads hear of drafts and iterations each in its own time."""
     path, drafts = head(models, "eagle")
     ranks = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-    with_and_without(path, long_greedy() * 2, drafts, **SAMPLERS, **ranks)
+    with_and_without(path, long_greedy() * 2, drafts, **place, **ranks)
 
 
 @pytest.mark.slow
@@ -141,15 +242,16 @@ def test_nor_where_a_sampler_is_killed(models):
 
 
 @pytest.mark.slow
-def test_nor_where_others_are_aborted(models):
+@pytest.mark.parametrize("place", [SAMPLERS, ON_DEVICE], ids=["samplers", "device"])
+def test_nor_where_others_are_aborted(models, place):
     """What they leave behind is another's: the head may not write there any more."""
     path, drafts = head(models, "eagle")
-    settings = {**SAMPLERS, "pipeline_parallel_size": 2}
+    settings = {**place, "pipeline_parallel_size": 2}
     small = {"block_size": 32, "num_gpu_blocks_override": 40}
     asked = greedy(30, shortest=40, longest=60)
     ends = [i % 3 * (3 + i // 3) or -1 for i in range(30)]
     aborted = {"aborts": ends, "prompts": prompts(30, longest=90), "params": asked}
-    plain = {"prompts": repeating(6), "params": kinds()[:6]}
+    plain = {"prompts": repeating(4), "params": kinds()[:4]}
     (expected,) = run_engine(path, [plain], **settings, **small)
     drafting = {**settings, **small, "speculative_config": drafts}
     found = run_engine(path, [aborted, plain, aborted, plain], **drafting)

@@ -66,3 +66,33 @@ def test_rows_that_pad_a_graph_are_not_drawn(monkeypatch):
     measured = measure_module.measure_stage(runner, HostDevice(), 5, logits, None)
     assert sizes == {5}
     assert set(measured.plain) == {"greedy", "temperature"}
+    assert measured.head is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_head_that_cannot_be_measured_ends_nothing(monkeypatch, fails):
+    batch = SimpleNamespace(
+        idx_mapping=torch.arange(5), positions=torch.arange(5), logits_indices=torch.arange(5)
+    )
+    monkeypatch.setattr(measure_module, "_requests", lambda *_: nullcontext(batch))
+    sampler = SimpleNamespace(draw=lambda *_: None)
+    monkeypatch.setattr(measure_module, "DeviceSampler", lambda _: sampler)
+
+    def dummy_run(*_, **__):
+        if runner.speculator is not None and fails:
+            raise RuntimeError("no memory")
+        proposed.append(runner.speculator)
+        return None, torch.zeros(8, 4)
+
+    proposed = []
+    runner = SimpleNamespace(
+        lora_config=None, sample=lambda *_: None, speculator=None, _dummy_run=dummy_run
+    )
+    logits = SimpleNamespace(compute=lambda hidden: hidden, gather_rows=lambda columns: columns)
+    measured = measure_module.measure_stage(
+        runner, HostDevice(), 5, logits, None, speculator="head"
+    )
+    assert (measured.head is None) is fails
+    assert ("head" in proposed) is not fails
+    assert runner.speculator is None
+    assert measured.device

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.states import RequestState
 
-from sipipe.worker.inputs.request_state import RequestStates, SlotBatch
+from sipipe.worker.inputs.request_state import RequestStates, SlotBatch, batch_order
 
 from .vllm_preparation import on_host
 
@@ -117,3 +118,23 @@ def test_more_blocks_than_a_row_has_is_an_error_not_a_neighbours_row():
     with pytest.raises(AssertionError, match="3 blocks for a row of 2"):
         states.append_blocks(rows[:1], [[[9]]])
     assert np.array_equal(states.blocks[0][states.index["b"]], [7, 0])
+
+
+numbers = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+@given(requests=numbers, decode_tokens=st.sampled_from([1, 4]))
+def test_batches_are_ordered_as_vllms_runner_orders_them(requests, decode_tokens):
+    """With drafts, where that runner knows of them: elsewhere it is told of none."""
+    scheduled = np.array([max(tokens, 1 + drafts) for tokens, drafts in requests], np.int32)
+    drafts = np.array([drafts for _, drafts in requests], np.int32)
+    order = batch_order(scheduled, drafts, decode_tokens)
+    names = [str(index) for index in range(len(requests))]
+    told = {name: [0] * int(count) for name, count in zip(names, drafts, strict=True) if count}
+    expected = sort_batch_req_ids(
+        dict(zip(names, scheduled.tolist(), strict=True)),
+        told if decode_tokens > 1 else {},
+        decode_tokens,
+    )
+    found = names if order is None else [names[index] for index in order]
+    assert found == expected

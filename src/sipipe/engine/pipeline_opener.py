@@ -158,12 +158,15 @@ class PipelineOpener:
         """Measure whether the device or the samplers should draw, and tell the workers. ``drawing`` are
         the samplers' seconds by mix. Returns the choice in the words of ``cpu_sampling``."""
         setup = self.setup
-        ranks = self.calls.ask(Measure(sequences=setup.microbatch), self._seconds)
+        ranks = self.calls.ask(Measure(sequences=setup.measured_rows), self._seconds)
         stages = _parts(ranks, setup.ranks)
         last = stages[-1]
+        if setup.drafts and any(rank.head is None for rank in last):
+            logger.warning("cpu_sampling auto: CPU samplers draw, the draft head was not measured")
+            return self._tell("on")
         copied = max(last, key=lambda rank: rank.copy)
         costs = Costs(
-            sequences=setup.microbatch,
+            sequences=setup.measured_rows,
             inflight=setup.slots,
             stages=tuple(max(rank.layers for rank in stage) for stage in stages),
             projection=max(rank.projection for rank in last),
@@ -172,10 +175,15 @@ class PipelineOpener:
             copy=copied.copy,
             copied=copied.copied,
             draws=drawing,
+            head=max((rank.head for rank in last if rank.head is not None), default=None),
         )
         logger.info("%s", costs)
-        self.calls.ask(ChooseDrawer(draws=costs.choice), self._seconds)
-        return costs.choice
+        return self._tell(costs.choice)
+
+    def _tell(self, draws: str) -> str:
+        """Tell the workers the choice, in the words of ``cpu_sampling``; returns it."""
+        self.calls.ask(ChooseDrawer(draws=draws), self._seconds)
+        return draws
 
 
 def _parts(ranks: Sequence[T], count: int) -> list[Sequence[T]]:

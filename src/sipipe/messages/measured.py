@@ -36,6 +36,8 @@ class Measured:
     plain: Mapping[str, float] = field(default_factory=dict)
     """Time of gathering its columns and of the kernel that draws rows of no more than a temperature, on
     the last stage, for each of :data:`MIXES` that has such rows."""
+    head: float | None = None
+    """Time of its draft head's passes, on the last stage; None: it has no head, or it failed."""
     copy: float = 0.0
     """Time of copying its logits into BIC-L, where it writes any."""
     copied: int = 0

@@ -77,6 +77,9 @@ class IterationReport:
     """Logprobs of ``prompt_logprob_token_ids`` of such prompts, one tensor a request."""
     tokens: Sequence[int] = ()
     """Tokens drawn on the device, in the order of its rows."""
+    drafts: Mapping[str, list[int]] = field(default_factory=dict)
+    """Drafts by request that a head has proposed in the same pass, behind the tokens of ``output``. Those
+    of a request amid its prompt have no meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,19 @@ import traceback
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 from vllm.distributed import get_tp_group
 
+from sipipe.best_effort import BestEffort
 from sipipe.errors import SiPipeError
 from sipipe.messages.stage_place import StagePlace
 from sipipe.worker.double_buffer import Work
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ALONE_SECONDS = 10.0
 """Seconds that a rank whose pass has failed waits for the others. Those that have not failed may stand
@@ -101,3 +106,32 @@ def are_alike(group: ProcessGroup, error: Exception | None, seconds: float) -> b
     except RuntimeError:  # gloo's: it took too long, or a rank has ended
         return False
     return int(largest_and_smallest.sum()) == 0
+
+
+def run_alike(
+    compare: Callable[[Exception | None], None],
+    effort: BestEffort,
+    otherwise: T,
+    call: Callable[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Run a head by ``call``, on all ranks alike; the answer is ``otherwise`` where it raises on all of
+    them. Raises RanksDifferError: it did on some.
+
+    Args:
+        compare: takes what a pass of the head has raised on this rank, or None, and raises where the
+            other ranks' passes ended in another way (:func:`comparison`).
+    """
+    failed: list[Exception] = []
+
+    def noted() -> T:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    result = effort(otherwise, noted)
+    compare(failed[0] if failed else None)
+    return result

@@ -225,6 +225,8 @@ class Launched:
     """True if ``output`` has tokens that were drawn on the device, which are reported."""
     kv: Any = None
     """vLLM's ``KVConnectorOutput``, if a connector has something to report."""
+    drafts: Any = None
+    """Drafts that a head has proposed in the pass (:class:`.CopiedDrafts`); None: there are none."""
     whole: bool = False
     """True if all of ``output`` is reported, since no sampler draws."""
     reports: bool = False

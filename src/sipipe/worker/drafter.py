@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +31,13 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
 from sipipe.best_effort import BestEffort
 from sipipe.messages.drafts import LEFT_OUT, Drafted, DraftRequest
 from sipipe.messages.step import int32_bytes, int32_view
+from sipipe.worker.agreement import run_alike
 from sipipe.worker.hooks.head import Head, HeadBatch
 from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.model_input import ModelInput
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 NOTHING_KEPT = LookupError("nothing is kept of the iteration")
 """Outcome of a request for drafts that a rank cannot run."""
@@ -178,32 +177,11 @@ class Drafter:
             return
         samples, waiting = self._tokens_of(inputs)
         if waiting.sum() < inputs.num_tokens:
-            self._run(self._keeping, None, self._keep, inputs, state, samples, waiting)
+            run_alike(
+                self._compare, self._keeping, None, self._keep, inputs, state, samples, waiting
+            )
         else:  # the head does not run, so there is nothing to compare
             self._keeping(None, self._keep, inputs, state, samples, waiting)
-
-    def _run(
-        self,
-        effort: BestEffort,
-        otherwise: T,
-        call: Callable[P, T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """Run the head by ``call``, on all ranks alike; the answer is ``otherwise`` where it raises on all
-        of them. Raises RanksDifferError: it did on some."""
-        failed: list[Exception] = []
-
-        def noted() -> T:
-            try:
-                return call(*args, **kwargs)
-            except Exception as error:
-                failed.append(error)
-                raise
-
-        result = effort(otherwise, noted)
-        self._compare(failed[0] if failed else None)
-        return result
 
     def _tokens_of(self, inputs: ModelInput) -> tuple[NDArray[np.bool_], Int32]:
         """Requests of an iteration that get a token, [B], and how many tokens of each wait for it, [B]."""
@@ -285,7 +263,7 @@ class Drafter:
         pending = self._kept.pop(request.iteration, None)
         drafts = b""
         if pending is not None:
-            drafts = self._run(self._proposing, b"", self._propose, request, pending)
+            drafts = run_alike(self._compare, self._proposing, b"", self._propose, request, pending)
         else:
             self._compare(NOTHING_KEPT)
         self._answer(

@@ -26,6 +26,7 @@ from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
 from sipipe.messages.start_records import StageDescription, WorkerBoot
+from sipipe.worker.agreement import comparison
 from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.hooks.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
@@ -155,7 +156,12 @@ class LoadedStage:
         around = self._around
         with set_current_vllm_config(around.boot.vllm_config):
             return measure_stage(
-                around.runner, self._device, sequences, self._draws.stage_logits, self._logits
+                around.runner,
+                self._device,
+                sequences,
+                self._draws.stage_logits,
+                self._logits,
+                speculator=around.worker.speculator,
             )
 
     def open(self, request: calls.OpenChannels) -> None:
@@ -201,7 +207,12 @@ class LoadedStage:
     def _begin(self) -> None:
         """Have iterations run from now on."""
         self.running = SampledStage(
-            self._around, self._links, self._device, self._draws, self._projection, self._logits
+            self._around,
+            self._links,
+            self._device,
+            self._draws,
+            self._projection,
+            self._logits,
         )
 
     def _take_over(self, draws: str) -> None:
@@ -217,6 +228,16 @@ class LoadedStage:
         stall_timeout = boot.config.stall_timeout
         if runner.is_pooling_model:
             self._draws = Pooled(reports=reports, stall_timeout=stall_timeout)
+        elif self._around.worker.speculator is not None:
+            from sipipe.worker.hooks.drafting_batch import DraftingBatch
+
+            self._draws = DraftingBatch(
+                runner,
+                self._around.worker.speculator,
+                reports=reports,
+                stall_timeout=stall_timeout,
+                compare=comparison(boot.place, stall_timeout),
+            )
         elif runner.is_last_pp_rank and boot.sampler_kernels:
             self._draws = WholeBatch(reports=reports, stall_timeout=stall_timeout)
         elif runner.is_last_pp_rank:
@@ -228,6 +249,8 @@ class LoadedStage:
                 reports=reports,
                 stall_timeout=stall_timeout,
             )
+        if boot.head is not None:
+            self._draws.decode_tokens = 1 + boot.head.num_speculative_tokens
         if self._logits is not None:
             self._device.unlock_pages(self._logits.buffer)
             self._logits.close()

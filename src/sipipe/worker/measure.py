@@ -9,7 +9,7 @@ Who runs here: the worker's main thread, in a control call.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from sipipe.best_effort import BestEffort
 from sipipe.messages.measured import MIXES, Measured
 from sipipe.messages.params import is_plain
 from sipipe.worker.device import Device, seconds
 from sipipe.worker.hooks.device_sampler import DeviceSampler
+from sipipe.worker.hooks.head import hosted
 from sipipe.worker.projection.logits import LogitsHandover, StageLogits
 
 _PROMPT = 64
@@ -35,15 +37,18 @@ def measure_stage(
     sequences: int,
     stage_logits: StageLogits | None,
     logits: LogitsHandover | None,
+    speculator: Any = None,
 ) -> Measured:
     """Measure a microbatch.
 
     Args:
         runner: vLLM's, which still has vLLM's own sampler.
         device: the stage's device.
-        sequences: decoding sequences of the microbatch.
+        sequences: decoding sequences of the microbatch; with a draft head its rows, each of which is
+            measured as a sequence.
         stage_logits: computes logits, on the last stage.
         logits: this rank's writer of BIC-L, if it has one.
+        speculator: the stage's draft head, if it has one.
     """
 
     def layers() -> Any:
@@ -52,6 +57,11 @@ def measure_stage(
     measured = Measured(layers=seconds(device, layers))
     if stage_logits is None:
         return measured
+    if speculator is not None:
+        measuring = BestEffort("measuring a draft head", bounded=False)
+        with_head = measuring(None, _with_head, runner, speculator, device, layers)
+        if with_head is not None:
+            measured = dataclasses.replace(measured, head=max(with_head - measured.layers, 0.0))
     # A graph has rows of padding, and its next run overwrites them all.
     hidden = layers()[:sequences].clone()
     if runner.lora_config is not None:
@@ -80,6 +90,12 @@ def measure_stage(
     target = logits.rows(0, sequences)
     copy = seconds(device, lambda: device.wait(device.fetch(columns, target, device.mark())))
     return dataclasses.replace(measured, copy=copy, copied=columns.nbytes)
+
+
+def _with_head(runner: Any, speculator: Any, device: Device, layers: Callable[[], object]) -> float:
+    """Seconds of ``layers`` and the head's passes behind them: vLLM's dummy run has a head propose."""
+    with hosted(runner, speculator):
+        return seconds(device, layers)
 
 
 def _draw(

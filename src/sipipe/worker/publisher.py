@@ -105,7 +105,8 @@ class Publisher(DeviceThread):
         # This waits for vLLM's copies to the host, which have a stream of their own.
         output = launched.output.get_output()
         if launched.whole:
-            self._report(IterationReport(iteration=iteration, output=output))
+            drafts = launched.drafts.read() if launched.drafts is not None else {}
+            self._report(IterationReport(iteration=iteration, output=output, drafts=drafts))
             return
         tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
         prompt_logprobs = {

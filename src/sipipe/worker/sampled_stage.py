@@ -205,9 +205,10 @@ class SampledStage(ClosedStage):
                 sets=SETS,
                 logits=boot.rows,
                 following=around.worker.speculator is not None,
+                decode_tokens=draws.decode_tokens,
             )
             self._drafter = drafter_of(around, self._preparation, boot.watched.inflight)
-        elif boot.speculates:
+        elif boot.speculates and not draws.reads_states:
             raise UnsupportedError(
                 f"--speculative-config: SiPipe does not draft here, since {reason}: leave it out"
             )

@@ -181,6 +181,22 @@ def test_what_is_said_of_a_prompt_reaches_vllm():
     assert found.prompt_token_id_logprobs_dict == {"b": "named"}
 
 
+def test_drafts_of_the_same_pass_are_those_of_requests_with_a_token():
+    """One is amid its prompt, and of one nothing came."""
+    work = Work(request_ids=["a", "b", "c"], on_device=["a", "c"])
+    iteration = begin(Iterations(3, 9), work)
+    output = ModelRunnerOutput(
+        req_ids=["c", "b", "a"],
+        req_id_to_index={"c": 0, "b": 1, "a": 2},
+        sampled_token_ids=[[5, 6], [], []],
+    )
+    drafts = {"a": [1], "b": [2], "c": [3]}
+    iteration.answers.report = IterationReport(iteration=0, output=output, drafts=drafts)
+    assert build_output(iteration) is output
+    assert iteration.outcome.errors == {"a": NO_ANSWER}
+    assert iteration.outcome.drafts == {"c": [3]}
+
+
 def test_rows_of_both_places_are_waited_for_and_put_together():
     iterations = Iterations(3, 24)
     work = Work(

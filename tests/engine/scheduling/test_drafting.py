@@ -17,7 +17,7 @@ from sipipe.engine.scheduling.speculation import (
     HeadSpeculation,
     Speculation,
 )
-from sipipe.messages.step import Sampled, Step, int32_bytes
+from sipipe.messages.step import Step
 
 
 class Forced:
@@ -115,19 +115,20 @@ def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
 def taken(
     scheduler, *, forced=None, drafts=None, offered=None, told=None, errors=None, broken=False
 ):
-    tokens = Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, 6, 7]))
+    drawn = {"0": 2, "1": 1}
+    for failed in errors or {}:
+        del drawn[failed]
     work = Work(step=Step(0, grammar=forced is not None), sampled=["0", "0", "0", "1"])
     iteration = SimpleNamespace(
         work=work,
-        answers=SimpleNamespace(tokens=[tokens]),
-        outcome=SimpleNamespace(drafts=drafts or {}, errors=errors or {}),
+        outcome=SimpleNamespace(drafts=drafts or {}, errors=errors or {}, drawn=drawn),
         number=0,
         output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
     )
     with patch.object(module, "ForcedTokens", lambda _: Forced(forced or {})):
         speculative = Speculation(scheduler, told or controller())
     if broken:
-        del iteration.outcome.errors
+        del iteration.outcome.drawn
     speculative.take(iteration)
 
 
@@ -236,23 +237,20 @@ def with_head(*lengths, price=None, period=1.0, drafts=None, **options):
     return scheduler, HeadSpeculation(scheduler, told)
 
 
-def verify(speculation, number, *, offers=3, **right):
-    """An iteration came back whose requests had drafts, three each, so many of which were right."""
+def verify(speculation, number, *, offers=3, work=None, drafts=None, **right):
+    """An iteration came back whose requests had drafts, three each, so many of which were right. With
+    ``work`` others than samplers drew; ``drafts`` came with the tokens."""
     offered = {name: list(range(1, 1 + offers)) for name in right if offers}
     names = [name for name in right for _ in range(1 + offers)]
-    drawn = [
-        (1 + offers) * place + row
-        for place, name in enumerate(right)
-        for row in range(1 + right[name])
-    ]
-    tokens = Sampled(number, int32_bytes(drawn), int32_bytes([7] * len(drawn)))
+    by_samplers = Work(step=Step(number), sampled=names)
     speculation.take(
         SimpleNamespace(
             number=number,
             output=SimpleNamespace(scheduled_spec_decode_tokens=offered),
-            work=Work(step=Step(number), sampled=names),
-            answers=SimpleNamespace(tokens=[tokens]),
-            outcome=SimpleNamespace(errors={}, drafts={}),
+            work=work or by_samplers,
+            outcome=SimpleNamespace(
+                errors={}, drafts=drafts or {}, drawn={name: 1 + right[name] for name in right}
+            ),
         )
     )
 
@@ -266,6 +264,19 @@ def test_drafts_of_a_head_are_taken_at_the_next_turn():
     scheduler.told = {}
     speculation.fit()
     assert scheduler.told == {}, "once"
+
+
+def test_drafts_that_came_with_the_tokens_are_counted_and_taken_as_others():
+    """vLLM's own sampler has drawn, and the head proposed in the same pass."""
+    scheduler, speculation = with_head(0, 0, price=0.05)
+    work = Work(step=Step(4), on_device=["0", "1"])
+    for number in range(100):
+        verify(speculation, number, work=work, drafts={"0": [5, 6, 7]}, **{"0": 1, "1": 0})
+    assert scheduler.told == {"0": [5, 6, 7]}
+    assert scheduler.words == {"DRAFTS": 6, "ACCEPTED": 1, "DRAFTED": 2}
+    speculation.fit()
+    assert scheduler.head_drafts.steps == 1
+    assert set(scheduler.dynamic_sd_lookup) == {1}, "as many as are worth it are made"
 
 
 def test_a_head_makes_all_drafts_until_the_stages_times_are_known():

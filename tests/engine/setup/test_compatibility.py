@@ -219,6 +219,30 @@ def test_drafts_are_for_samplers_to_verify(changes, settings):
         compat.why_not_samplers(config, SiPipeConfig(**settings))
 
 
+def test_drafts_of_a_head_are_verified_where_vllms_sampler_draws(request):
+    config = vllm_config(
+        speculative_config=head(), parallel_config__enable_batch_sharded_sampling=None
+    )
+    off = SiPipeConfig(cpu_sampling="off")
+    with pytest.raises(ConfigError, match=r'"cpu_sampling" is "off".*no kernels.*set it to "auto"'):
+        compat.why_not_samplers(config, off)
+    assert not compat.why_not_samplers(config, SiPipeConfig())
+    request.getfixturevalue("with_kernels")
+    assert '"off"' in compat.why_not_samplers(config, off)
+    assert not compat.why_not_samplers(config, SiPipeConfig())
+    config.parallel_config.enable_batch_sharded_sampling = True
+    with pytest.raises(ConfigError, match="--enable-batch-sharded-sampling"):
+        compat.why_not_samplers(config, off)
+    for changes in ({"model_config__logits_processors": ["x"]}, {"watermark_config": object()}):
+        config = vllm_config(speculative_config=head(), **changes)
+        for settings in (off, SiPipeConfig()):
+            with pytest.raises(ConfigError, match="leave one of the two out"):
+                compat.why_not_samplers(config, settings)
+    config = vllm_config(speculative_config=drafts())
+    with pytest.raises(ConfigError, match="they propose them"):
+        compat.why_not_samplers(config, off)
+
+
 @pytest.fixture
 def with_kernels(monkeypatch):
     """A device that has the kernels of vLLM's sampler."""

@@ -32,6 +32,7 @@ def costs(*, device=(4.0, 4.0, 4.0), draws=(1.0, 1.0, 1.0), plain=None, **more):
         copy=values["copy"] * MS,
         copied=64 * 1000,
         draws={mix: seconds * MS for mix, seconds in zip(MIXES, draws, strict=True)},
+        head=None if "head" not in more else more["head"] * MS,
     )
 
 
@@ -91,6 +92,26 @@ def test_each_row_has_its_place_where_that_saves_three_percent(device, draws, pl
     assert measured.choice == chosen
     assert measured.periods["per_row"][2] == measured.periods["on"][2]
     assert periods(measured, "per_row")[:2] == [10.0 + seconds for seconds in plain]
+
+
+@pytest.mark.parametrize(
+    ("head", "draws", "chosen"),
+    [
+        # 10 + 12 + 6 + 0.5 + 1 = 29.5 over 3 microbatches is below the last stage: 18 against 20.
+        (6.0, 1.0, "on"),
+        # 10 + 12 + 6 + 0.5 + 35 = 63.5 over 3 microbatches is above what the device takes.
+        (6.0, 35.0, "off"),
+        # What would save 3 % without a head does not beside it.
+        (60.0, 1.0, "off"),
+    ],
+)
+def test_samplers_and_a_head_are_compared_with_one_step_on_the_device(head, draws, chosen):
+    measured = costs(device=(4.0,) * 3, draws=(draws,) * 3, plain=(2.0, 2.0), head=head)
+    assert measured.choice == chosen
+    assert set(measured.periods) == {"on", "off"}, "samplers verify all rows or none"
+    line = str(measured)
+    assert f"the draft head {head:.3g} ms" in line
+    assert "by row" not in line
 
 
 def test_the_line_has_the_numbers_and_the_choice():

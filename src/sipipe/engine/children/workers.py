@@ -111,8 +111,14 @@ class Workers:
         layers = setup.layers
         local_stage = local_rank // setup.ranks
         on_cpu = current_platform.is_cpu()
+        config = setup.vllm_config
+        head = head_of(config)
+        # Where vLLM's own sampler draws, or may, its runner verifies a head's drafts on the last stage.
+        verifies = head is not None and (setup.path == "device" or setup.measures)
+        if not (verifies and place.is_last):
+            config = without_speculation(config)
         return WorkerBoot(
-            vllm_config=without_speculation(setup.vllm_config),
+            vllm_config=config,
             config=setup.config,
             place=place,
             path=setup.path,
@@ -128,7 +134,7 @@ class Workers:
             rows=setup.rows,
             speculates=setup.drafts > 0,
             links=tuple(pair for pair, _ in self._link_ends[place.rank]),
-            head=head_of(setup.vllm_config),
+            head=head,
             cpus=() if on_cpu else setup.cores.workers[local_stage][place.tp_rank],
         )
 

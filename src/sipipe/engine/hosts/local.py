@@ -92,7 +92,7 @@ class LocalHost:
             case MakeLogits(shape):
                 return self._make_logits(shape)
             case OpenSamplers():
-                measure = self._setup.microbatch if self._setup.measures else 0
+                measure = self._setup.measured_rows if self._setup.measures else 0
                 return self._samplers.open(self._ring, self._logits, deadline, measure)
             case EndSamplers():
                 self._end_samplers()

@@ -115,8 +115,10 @@ class Outcome:
     """Reason of each request that fails with this iteration."""
     tainted: bool = False
     """True where logits of some row had no distribution: there may be NaN in the KV cache."""
+    drawn: dict[str, int] = field(default_factory=dict)
+    """Number of tokens of each request that got any."""
     drafts: dict[str, list[int]] = field(default_factory=dict)
-    """Drafts that samplers propose to come behind a request's tokens."""
+    """Drafts that samplers, or a head in the same pass, propose to come behind a request's tokens."""
 
 
 @dataclass(slots=True, eq=False)

@@ -112,6 +112,8 @@ class Resolver:
         # What fails has no token; where it is scheduled once more already, some token must be there.
         fillers = ((request_id, [0]) for request_id in iteration.outcome.errors)
         self._tracker.record(iteration.number, chain(by_request, fillers))
+        by_request = zip(output.req_ids, output.sampled_token_ids, strict=False)
+        iteration.outcome.drawn = {name: len(tokens) for name, tokens in by_request if tokens}
         if self.head_drafts is not None:
             by_request = zip(output.req_ids, output.sampled_token_ids, strict=True)
             self.head_drafts.ask(iteration, by_request)
@@ -172,6 +174,11 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         outcome.errors |= _unanswered(
             work, output.req_id_to_index, output.sampled_token_ids, outcome.errors
         )
+        outcome.drafts = {
+            request_id: report.drafts[request_id]
+            for request_id in work.on_device
+            if report.drafts.get(request_id) and request_id not in outcome.errors
+        }
         return output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]

@@ -30,6 +30,11 @@ class Work:
     prompt_logprobs: tuple[str, ...] = ()
     """Requests whose prompt log-probabilities are complete after this iteration."""
 
+    @property
+    def drawing(self) -> list[str]:
+        """Requests of which a token is drawn, by whomever."""
+        return [*dict.fromkeys(self.sampled), *self.on_device]
+
 
 @dataclass(slots=True, kw_only=True)
 class StateChanges:

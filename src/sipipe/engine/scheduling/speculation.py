@@ -13,7 +13,8 @@ and no drafts are taken while the KV cache runs out.
 
 Drafts of a head on the last stage (:class:`HeadSpeculation`) come a little later than the tokens. The
 scheduler waits for them when it makes the slot's next microbatch: clients have the tokens by then. The
-head's own passes count as a draft's row does.
+head's own passes count as a draft's row does. Where vLLM's own sampler draws, the head proposes in the
+same pass: drafts come with the tokens, and its passes are in the stage's time.
 
 All of it only saves time: where a part fails, requests have no drafts this time
 (:mod:`sipipe.best_effort`).
@@ -24,7 +25,6 @@ Who runs here: the engine's thread.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from vllm.v1.request import Request, RequestStatus
 from sipipe.best_effort import BestEffort
 from sipipe.engine.scheduling.forced import ForcedTokens
 from sipipe.engine.setup.derived import settings_of
-from sipipe.messages.step import int32_view
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ LEAST_WORTH = 0.05
 """Probability that a draft needs at least, however little a row costs: prices err."""
 MARGIN = 1.25
 """Factor by which a draft has to be likelier than its price says, for the same reason."""
-_INT32 = 4
-"""Bytes of a token."""
 LOSS = 0.005
 """Part of its time that an engine may lose by trying drafts again that were not worth it. A try that
 fails takes :data:`RATE` of a draft's chance, which is then about its price, and comes back in steps of
@@ -164,18 +161,18 @@ class Speculation(NoSpeculation):
 
     def _count(self, iteration: Iteration) -> None:
         """Count the drafts that ``iteration`` verified, in the figures and in the means."""
-        rows = len(iteration.work.sampled)
-        if not rows:
+        drawing = len(iteration.work.drawing)
+        if not drawing:
             return
         drafts = iteration.output.scheduled_spec_decode_tokens
-        drawn = sum(len(part.tokens) for part in iteration.answers.tokens or ()) // _INT32
+        drawn = sum(iteration.outcome.drawn.values())
         offered = sum(map(len, drafts.values()))
-        requests = rows - offered - len(iteration.outcome.errors)  # which get no token
-        accepted = max(0, drawn - requests)
+        requests = len(iteration.outcome.drawn)
+        accepted = drawn - requests
         if requests > 0:
             self._tokens_a_pass += RATE * (drawn / requests - self._tokens_a_pass)
         if self._controller is not None:
-            rows_a_request = rows / max(rows - offered, 1)
+            rows_a_request = (drawing + offered) / drawing
             self._controller.rows += RATE * (rows_a_request - self._controller.rows)
         if offered:
             self._accepted += RATE * (accepted / offered - self._accepted)
@@ -186,7 +183,7 @@ class Speculation(NoSpeculation):
     def _forced_tokens(self, iteration: Iteration) -> dict[str, list[int]]:
         """The tokens that grammars leave no choice in, of the requests that ``iteration`` sampled."""
         forced: dict[str, list[int]] = {}
-        for request_id in dict.fromkeys(iteration.work.sampled):
+        for request_id in iteration.work.drawing:
             request = self._scheduler.requests.get(request_id)
             if request is None:
                 continue
@@ -235,11 +232,18 @@ class HeadSpeculation(Speculation):
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
         most = min(self._worth_making(), self._scheduler.head_drafts.steps + 1)
         self._scheduler.head_drafts.steps = most
+        # Where vLLM's runner has the head propose in the same pass, it makes as many.
+        self._make(most)
         if most < len(self._chances):  # it may have become worth more: new requests are others
             self._chances[most] = min(1.0, self._chances[most] + RATE * LOSS)
         for request in self._scheduler.running:
             request.spec_token_ids = request.spec_token_ids[: max(most, 1)]
         return True
+
+    def _make(self, drafts: int) -> None:
+        """Have vLLM's scheduling output say how many drafts of each request are to be made."""
+        sizes = len(self._scheduler.dynamic_sd_lookup)
+        self._scheduler.dynamic_sd_lookup = [drafts] * sizes
 
     def _unforced(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """``drafts`` of requests that have none yet: tokens that a grammar forces are right, and stand
@@ -289,11 +293,9 @@ class HeadSpeculation(Speculation):
         if not drafts:
             return
         # A request gets a token for each draft that was right, and one more.
-        drawn = Counter[str]()
-        for part in iteration.answers.tokens or ():
-            drawn.update(iteration.work.sampled[row] for row in int32_view(part.rows).tolist())
+        drawn = iteration.outcome.drawn
         offered_and_right = [
-            (len(tokens), drawn[name] - 1) for name, tokens in drafts.items() if drawn[name]
+            (len(tokens), drawn[name] - 1) for name, tokens in drafts.items() if name in drawn
         ]
         for number, chance in enumerate(self._chances):
             # A draft was tried where those before it were right.

@@ -6,6 +6,7 @@ is chosen once, at start-up, and logged. docs/compatibility.md is the user's vie
 
 from importlib.metadata import entry_points
 
+import msgspec
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -15,6 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from sipipe.config import SiPipeConfig
 from sipipe.cores import MOST_PLANNED, alone, this_machine
 from sipipe.engine.setup.derived import settings_of
+from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.speculative_config import check_speculation
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.kv_files import settings as kv_files
@@ -186,11 +188,8 @@ def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     samplers can. Raises ConfigError: the ``cpu_sampling`` that was asked for cannot be had."""
     setting = config.cpu_sampling
     reason = _needs_vllms_sampler(vllm_config, config)
-    if vllm_config.speculative_config is not None and (reason or setting == "per_row"):
-        raise ConfigError(
-            "--speculative-config: SiPipe's samplers verify drafts, but "
-            f"{reason or 'per_row has the device draw'}: leave one of the two out"
-        )
+    if vllm_config.speculative_config is not None:
+        _check_verified(vllm_config, config, reason)
     if reason and setting in ("on", "per_row"):
         raise ConfigError(
             f'sipipe config: "cpu_sampling" is "{setting}", but {reason}; set it to "auto"'
@@ -201,6 +200,42 @@ def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
             'themselves (GPUs), and this one does not: set it to "auto"'
         )
     return reason
+
+
+def why_samplers_verify(vllm_config: VllmConfig) -> str:
+    """Reason for which vLLM's sampler cannot verify drafts, as a clause for messages; empty where it can,
+    with a draft head that proposes in the same pass."""
+    if head_of(vllm_config) is None:
+        return "they propose them"
+    if not device_may_draw():
+        return "the last stage's device has no kernels to draw with (a GPU has)"
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        return "--enable-batch-sharded-sampling shares vLLM's sampler out"
+    return ""
+
+
+def _check_verified(vllm_config: VllmConfig, config: SiPipeConfig, reason: str) -> None:
+    """Refuse drafts that nobody verifies. Raises ConfigError.
+
+    Args:
+        reason: Reason for which vLLM's sampler has to draw; empty where samplers can.
+    """
+    setting = config.cpu_sampling
+    if setting == "off" and not _needs_vllms_sampler(
+        vllm_config, msgspec.structs.replace(config, cpu_sampling="auto")
+    ):
+        why = why_samplers_verify(vllm_config)
+        if why:
+            raise ConfigError(
+                'sipipe config: "cpu_sampling" is "off", but the samplers have to verify drafts '
+                f'(--speculative-config): {why}; set it to "auto"'
+            )
+        return
+    if reason or setting == "per_row":
+        raise ConfigError(
+            "--speculative-config: SiPipe's samplers verify drafts, but "
+            f"{reason or 'per_row has the device draw'}: leave one of the two out"
+        )
 
 
 def installed_processors() -> list[str]:

@@ -125,8 +125,11 @@ class Setup:
     @property
     def measures(self) -> bool:
         """True if it is measured on the loaded model where tokens are drawn best. There is nothing to
-        choose where the device cannot draw, or the samplers cannot; drafts are verified by samplers."""
-        if self.config.cpu_sampling != "auto" or self.reason or self.drafts:
+        choose where the device cannot draw, or the samplers cannot; drafts that samplers propose are
+        verified by them."""
+        if self.config.cpu_sampling != "auto" or self.reason:
+            return False
+        if self.drafts and compatibility.why_samplers_verify(self.vllm_config):
             return False
         return compatibility.device_may_draw()
 
@@ -136,6 +139,16 @@ class Setup:
         scheduler = self.vllm_config.scheduler_config
         even_share = math.ceil(int(scheduler.max_num_seqs) / self.slots)
         return min(even_share, int(scheduler.max_num_batched_tokens))
+
+    @property
+    def measured_rows(self) -> int:
+        """Rows of a microbatch that is measured: its sequences and, where a head proposes for all of them,
+        their drafts, of which vLLM's runner has room for as many rows as sequences may run."""
+        if head_of(self.vllm_config) is None:
+            return self.microbatch
+        scheduler = self.vllm_config.scheduler_config
+        most = min(int(scheduler.max_num_seqs), int(scheduler.max_num_batched_tokens))
+        return min(self.microbatch * (1 + self.drafts), most)
 
     def host_parts(self) -> str:
         """Text for messages: the stages of this host, and its samplers."""

@@ -29,7 +29,7 @@ class Costs:
     """Costs of one microbatch, in seconds, as they were measured."""
 
     sequences: int
-    """Sequences of the microbatch."""
+    """Sequences of the microbatch; with a draft head its rows, those of drafts included."""
     inflight: int
     """Microbatches in flight with CPU samplers, m."""
     stages: tuple[float, ...]
@@ -47,9 +47,13 @@ class Costs:
     """Bytes of the logits."""
     draws: Mapping[str, float]
     """Seconds of all samplers at once, by mix."""
+    head: float | None = None
+    """Seconds of a draft head's passes on the last stage's device, behind the tokens; None: there is no
+    head. Samplers verify all rows or none, so no row has its own place then."""
 
     def on_cpus(self, mix: str) -> float:
         """Seconds between two microbatches, with CPU samplers."""
+        # A head's passes end the turn of a microbatch, and take the last stage's device as its layers do.
         return self._period(self.projection, self.copy, self.draws[mix])
 
     def per_row(self, mix: str) -> float:
@@ -63,20 +67,25 @@ class Costs:
     def _period(self, ending: float, *after: float) -> float:
         """Seconds between two microbatches, where the last stage's layers are followed by ``ending`` on
         the same device, and the stage by ``after``."""
-        stages = (*self.stages[:-1], self.stages[-1] + ending)
+        stages = (*self.stages[:-1], self.stages[-1] + ending + (self.head or 0.0))
         return period((*stages, *after), passing(stages) + sum(after), self.inflight)
+
+    @property
+    def ways(self) -> list[str]:
+        """Ways to choose from, the one that asks for least first."""
+        return [way for way in WAYS if self.head is None or way != "per_row"]
 
     @cached_property
     def periods(self) -> dict[str, list[float]]:
         """Seconds between two microbatches, by way and mix."""
         ways = {"off": self.on_device, "on": self.on_cpus, "per_row": self.per_row}
-        return {way: [period(mix) for mix in MIXES] for way, period in ways.items()}
+        return {way: [ways[way](mix) for mix in MIXES] for way in self.ways}
 
     @property
     def choice(self) -> str:
         """The setting to run with. A way takes the place of one that asks for less if it saves 3 % of
         the mean over all mixes, and costs no mix as much."""
-        best, *candidates = WAYS
+        best, *candidates = self.ways
         for name in candidates:
             if self._is_worth_it(self.periods[name], self.periods[best]):
                 best = name
@@ -91,14 +100,17 @@ class Costs:
 
     def __str__(self) -> str:
         """One line with the numbers and the choice."""
-        ways = [self.periods[name] for name in ("on", "per_row", "off")]
+        names = {"on": "with CPU samplers", "per_row": "by row", "off": "with vLLM's sampler"}
+        chosen_from = [name for name in names if name in self.ways]
+        ways = [self.periods[name] for name in chosen_from]
         by_mix = zip(MIXES, zip(*ways, strict=True), strict=True)
         periods = "; ".join(f"{mix} {_ms(*times)}" for mix, times in by_mix)
+        head = "" if self.head is None else f"the draft head {_ms(self.head)} ms, "
         rows = ", ".join(f"{self.draws[mix] / self.sequences * 1e6:.3g}" for mix in MIXES)
         return (
             f"cpu_sampling auto: {WAYS[self.choice]}. Measured at {self.sequences} sequences a "
-            "microbatch, ms expected between microbatches with CPU samplers, by row, with vLLM's "
-            f"sampler: {periods}. Stages {_ms(*self.stages)} ms, projection "
+            f"microbatch, ms expected between microbatches {', '.join(names[name] for name in chosen_from)}: "
+            f"{periods}. Stages {_ms(*self.stages)} ms, {head}projection "
             f"{_ms(self.projection)} ms; projection and rows of no more than a temperature "
             f"{_ms(*self.plain.values())} ms; projection with vLLM's sampler "
             f"{_ms(*self.device.values())} ms; logits to the host {_ms(self.copy)} ms "

@@ -45,7 +45,12 @@ def stand_ins(*, own_sampler: bool) -> Iterator[None]:
         own_sampler: True if it has vLLM's sampler of that runner, and custom logits processors of its
             kind.
     """
-    with patch.object(model_runner, "PPHandler", TokenFeedback):
+    with (
+        patch.object(model_runner, "PPHandler", TokenFeedback),
+        # A head is loaded beside the runner (:mod:`sipipe.worker.hooks.head`), which has it only where
+        # vLLM's own sampler draws.
+        patch.object(model_runner, "init_speculator", lambda *_: None),
+    ):
         if own_sampler:
             yield
             return
@@ -83,6 +88,9 @@ class NothingDrawn:
     """This rank's part of the output projection."""
     reads_states = False
     """True if the runner's request states are read, which rot where SiPipe prepares."""
+    decode_tokens = 1
+    """Tokens of a request with all its drafts, where vLLM's runner verifies them on the last stage, and
+    orders its batches by them; else 1."""
 
     def take_over(self, *, per_row: bool) -> "NothingDrawn":  # noqa: ARG002
         """Have CPU samplers draw from now on, and keep nothing of vLLM's sampler.

@@ -98,6 +98,7 @@ class SiPipePrepares(VllmPrepares):
         sets: Sets of input buffers.
         logits: Rows of logits of a batch, at most.
         following: As :class:`.InputPreparer` has it.
+        decode_tokens: As :class:`.InputPreparer` has it.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class SiPipePrepares(VllmPrepares):
         sets: int,
         logits: int,
         following: bool = False,
+        decode_tokens: int = 1,
     ) -> None:
         super().__init__(tokens)
         self._runner = runner
@@ -121,6 +123,7 @@ class SiPipePrepares(VllmPrepares):
             groups=self._placement.groups,
             slots=slots,
             following=following,
+            decode_tokens=decode_tokens,
         )
         requests = int(runner.max_num_reqs)
         self._no_drafts = torch.zeros(requests, dtype=torch.int32, device=runner.device)
@@ -308,10 +311,7 @@ class TokenFeedback:
     vLLM prepares its inputs itself (:class:`VllmPrepares`).
     """
 
-    def __init__(
-        self, max_num_reqs: int, num_speculative_steps: int = 0, device: Any = "cpu", **_: Any
-    ) -> None:
-        assert not num_speculative_steps, "drafts are not the runner's"
+    def __init__(self, max_num_reqs: int, _steps: int = 0, device: Any = "cpu", **_: Any) -> None:
         self.output: SchedulerOutput | None = None
         """The scheduling output that is about to run; its worker sets it."""
         self.states: Any = None
@@ -355,6 +355,9 @@ class TokenFeedback:
 
     def broadcast(self, *_: Any, **__: Any) -> None:
         """Send nothing: tokens return by way of the scheduler."""
+
+    def broadcast_drafts(self, *_: Any, **__: Any) -> None:
+        """Send nothing: drafts return by way of the scheduler."""
 
     def on_req_idx_freed(self, req_idx: int) -> None:
         """Forget nothing: nothing is kept of a request."""

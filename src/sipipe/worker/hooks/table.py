@@ -36,6 +36,14 @@ HOOKS = (
     ),
     Hook(
         caller=f"{_RUNNER}.__init__",
+        call="init_speculator",
+        ours="none: a draft head is loaded beside the runner",
+        why="the runner has it only where vLLM's sampler draws, and vLLM's EAGLE heads name a wrong layer "
+        "where there are stages",
+        where="worker/hooks/draws.py:stand_ins",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.__init__",
         call="InputBuffers",
         ours="vLLM's; on GPUs the same buffers in one piece of memory, before graphs are captured",
         why="one copy of a prepared set reaches every address that the graphs know",
@@ -302,6 +310,14 @@ HOOKS = (
         where="worker/hooks/torch_rows.py:TorchRows._sample",
     ),
     Hook(
+        caller=f"{_RUNNER}.sample",
+        call="self.rejection_sampler",
+        ours="where vLLM's sampler draws beside a draft head: `StrictVerifier`, which has that sampler draw "
+        "each row",
+        why="tokens are those without drafts, seed for seed",
+        where="worker/hooks/drafting_batch.py:StrictVerifier.__call__",
+    ),
+    Hook(
         caller=f"{_RUNNER}.sample_tokens",
         call="self.pp_handler.broadcast",
         ours="nothing",
@@ -318,9 +334,24 @@ HOOKS = (
     Hook(
         caller=f"{_RUNNER}.sample_tokens",
         call="self.speculator.propose",
-        ours="nothing; called when the engine says what samplers have drawn, between two iterations",
+        ours="where CPU samplers draw: nothing; called when the engine says what they have drawn, between "
+        "two iterations",
         why="the tokens that drafts stand behind are drawn on other cores",
         where="worker/drafter.py:Drafter.propose",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.draft_tokens_handler.set_draft_tokens",
+        ours="where vLLM's sampler draws beside a draft head: the copy of its drafts to the host",
+        why="the engine schedules them; vLLM's copies them only for a grammar, and keeps those of one pass",
+        where="worker/hooks/drafting_batch.py:DraftCopies.set_draft_tokens",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
+        call="self.pp_handler.broadcast_drafts",
+        ours="nothing",
+        why="drafts return by way of the scheduler",
+        where="worker/hooks/preparation.py:TokenFeedback.broadcast_drafts",
     ),
     Hook(
         caller=f"{_RUNNER}.sample_tokens",

@@ -71,12 +71,17 @@ class _StageWorker:
     """vLLM's ``SpeculativeConfig`` of a draft head on the last stage; set with ``place``."""
     speculator: Any = None
     """vLLM's speculator of that head; None on other stages."""
+    proposes: bool = False
+    """True if the runner has that head propose by itself, since vLLM's sampler draws; set with ``place``."""
 
     def init_device(self) -> None:
         """Join the stage's world, and make the runner with SiPipe's parts in it."""
         assert self.place is not None, "the process places its worker before init_device"
         with stage_world(self.place, self.vllm_module), self._stand_ins():
             super().init_device()  # type: ignore[misc]
+        if self.head is not None:
+            # vLLM would tap the model's layers while it loads them. `tap_layers` does, on every stage.
+            self.model_runner.use_aux_hidden_state_outputs = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the stage's layers, and mend or check what of vLLM's model does not suit a stage."""
@@ -113,16 +118,22 @@ class _StageWorker:
 
     def _load_head(self, runner: Any) -> None:
         """Load the draft head on the last stage, and have each stage give what it reads."""
+        from sipipe.worker.hooks.drafting_batch import hold_back, let_speculate
         from sipipe.worker.hooks.head import TAPPED, load_speculator, tap_layers
 
         if self.head.method == TAPPED:
             tap_layers(runner, self.head)
-        if runner.is_last_pp_rank:
-            self.speculator = load_speculator(runner, self.head)
+        if not runner.is_last_pp_rank:
+            return
+        self.speculator = load_speculator(runner, self.head)
+        if self.proposes:
+            let_speculate(runner, self.speculator)
+        elif runner.num_speculative_steps:  # who draws is measured
+            hold_back(runner)
 
     def _hosted(self) -> AbstractContextManager[None]:
         """While active, the runner knows the stage's draft head, if it has one."""
-        if self.speculator is None:
+        if self.speculator is self.model_runner.speculator:
             return nullcontext()
         from sipipe.worker.hooks.head import hosted
 

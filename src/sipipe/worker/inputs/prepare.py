@@ -47,6 +47,7 @@ class InputPreparer:
         groups: KV cache groups whose block tables and slot mappings are prepared.
         slots: microbatches in flight.
         following: true if somebody reads the token behind each part of a prompt.
+        decode_tokens: as :func:`.batch_order` has it.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class InputPreparer:
         groups: list[CacheGroup],
         slots: int,
         following: bool = False,
+        decode_tokens: int = 1,
     ) -> None:
         kernels.warm_up()
         states = vllm_runner.req_states
         assert not states.req_id_to_index, "vLLM's runner has requests that were not prepared here"
         self._groups = groups
         self._following = following
+        self._decode_tokens = decode_tokens
         self.states = RequestStates(states.free_indices, [group.width for group in groups])
         self.slots = [SlotBatch() for _ in range(slots)]
         self.buffers = buffers
@@ -160,7 +163,7 @@ class InputPreparer:
         order = None if list(amounts) == req_ids else scheduling_order(req_ids, amounts)
         scheduled = _fill(target.num_scheduled_tokens.np, count, amounts.values())
         self._write_drafts(output, target)
-        in_batch = batch_order(scheduled)
+        in_batch = batch_order(scheduled, target.num_drafts.np[:count], self._decode_tokens)
         if in_batch is not None:
             order = in_batch if order is None else order[in_batch]
             scheduled[:] = scheduled[in_batch]

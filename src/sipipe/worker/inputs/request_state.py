@@ -12,6 +12,7 @@ slot's recurring microbatch changes, and :meth:`SlotBatch.same` says so with one
 
 Rows of a batch are in the order of vLLM's second runner (``sort_batch_req_ids``): requests with one
 token first, then by their number of tokens, otherwise as in ``SchedulerOutput.num_scheduled_tokens``.
+Where that runner verifies drafts on the last stage, requests with drafts come before.
 
 Who runs here: the preparing thread, alone. The device reads :mod:`sipipe.worker.inputs.buffers`.
 """
@@ -138,7 +139,7 @@ def scheduling_order(req_ids: Sequence[str], scheduled: Iterable[str]) -> Int64:
     return np.array([index[req_id] for req_id in scheduled], np.int64)
 
 
-def batch_order(scheduled: Int32) -> Int64 | None:
+def batch_order(scheduled: Int32, drafts: Int32, decode_tokens: int = 1) -> Int64 | None:
     """Index in scheduling order of the request in each row of the batch, [B]. None if the two orders are
     the same.
 
@@ -146,7 +147,13 @@ def batch_order(scheduled: Int32) -> Int64 | None:
 
     Args:
         scheduled: [B], tokens of each request in this iteration, in scheduling order.
+        drafts: [B], those of them that are drafts.
+        decode_tokens: tokens of a request with all its drafts, where vLLM's runner knows of drafts on the
+            last stage; else 1. That runner has requests with drafts first, with all of them before all.
     """
+    if decode_tokens > 1:
+        order: Int64 = np.lexsort((scheduled, scheduled != decode_tokens, drafts == 0))
+        return None if (order[1:] > order[:-1]).all() else order
     if (scheduled[1:] >= scheduled[:-1]).all():
         return None
     return np.argsort(scheduled, kind="stable")
