@@ -26,7 +26,11 @@ EPILOG = """\
 
 def main(argv: Sequence[str]) -> int:
     """Report on a trace or export it; returns the exit status. 2: no action was named."""
-    parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
+    parser = make_parser(
+        "trace",
+        "What a recorded trace says, as a page, a table, JSON or for Perfetto.",
+        epilog=EPILOG,
+    )
     commands = parser.add_subparsers(dest="action", metavar="report|export")
 
     report = commands.add_parser(

@@ -29,6 +29,7 @@ from sipipe.messages.start_records import StageDescription, WorkerBoot
 from sipipe.worker.agreement import comparison
 from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.hooks.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
+from sipipe.worker.hooks.prompt_adapters import score_prompts_by_adapters
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import LinkEnds, Links, NoEnd
 from sipipe.worker.measure import measure_stage
@@ -85,6 +86,8 @@ class LoadedStage:
         if runner.is_last_pp_rank and not runner.is_pooling_model:
             logits = StageLogits(runner)
             self._draws = LastRows(runner, self._device, logits, reports=around.reports)
+            if runner.lora_config is not None:
+                score_prompts_by_adapters(runner)
         self._projection = self._draws.projection
         self._logits: LogitsHandover | None = None
         """This rank's writer of BIC-L, if it is one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from vllm import envs
+from vllm import SamplingParams, envs
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
@@ -28,9 +28,31 @@ MOST_REPETITION = 1e30
 """Repetition penalty by which a logit can be multiplied and still be a float32."""
 
 
+class RefusedRequest(Request):
+    """A request that the engine could not read. Of the client's it has no more than whose it is.
+
+    Args:
+        request_id: the id that vLLM's front end knows it by.
+        client_index: the front end's number.
+        reason: why it cannot be served.
+    """
+
+    def __init__(self, request_id: str, *, client_index: int, reason: str) -> None:
+        super().__init__(
+            request_id=request_id,
+            prompt_token_ids=[0],
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            client_index=client_index,
+        )
+        self.reason = reason
+
+
 def refusal(request: Request, known: Request | None, vllm_config: VllmConfig) -> str:
     """Why ``request`` cannot be served; empty where it can. ``known`` has its id and has not left: a
     streaming session whose next turn this is, or whose end."""
+    if isinstance(request, RefusedRequest):
+        return request.reason
     if known is not None:
         return (
             _refusal_of_turn(request, known)

@@ -7,6 +7,9 @@
   was added to the tokenizer alone: a client can write it as text. The stage that embeds it would end.
 - Without a tokenizer, a prompt with any token that the model has no row for.
 
+A request that cannot be sent, such as one with a NumPy number among its parameters, is forgotten: vLLM
+keeps it, and an ``LLM`` would wait for it at its next call.
+
 The client who brings one of them gets the error. Requests of other front ends meet the same checks in
 the engine (:mod:`sipipe.engine.iteration.admission`), but for those that cost time by a prompt's length.
 
@@ -39,6 +42,8 @@ def check_new_requests() -> None:
         if isinstance(prompt, EngineCoreRequest):
             request_id = prompt.request_id
             _check_ready(self, prompt, await self.get_supported_tasks())
+        if not isinstance(request_id, str):  # an ``LLMEngine`` looks
+            raise TypeError(f"request_id must be a string, got {type(request_id)}")
         if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
             return await add(self, request_id, prompt, params, *args, **kwargs)
         # vLLM knows the id once the prompt is tokenized; another request may come before that.
@@ -59,7 +64,22 @@ def check_new_requests() -> None:
             _check_ready(self, prompt, self.get_supported_tasks())
         if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
             _check_id(self, request_id, set())
-        return add(self, request_id, prompt, params, *args, **kwargs)
+        waiting = len(self.output_processor.request_states)
+        try:
+            return add(self, request_id, prompt, params, *args, **kwargs)
+        except BaseException:
+            # Those that were added now are the last ones.
+            if added := [*self.output_processor.request_states][waiting:]:
+                self.abort_request(added, internal=True)
+            raise
+
+    @extends(AsyncLLM, "_add_request")
+    async def add_to_engine(add: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            await add(self, request, *args, **kwargs)
+        except BaseException:
+            await self.abort(request.request_id, internal=True)
+            raise
 
 
 def _check_prompts_rows() -> None:

@@ -326,6 +326,13 @@ HOOKS = (
     ),
     Hook(
         caller=f"{_RUNNER}.sample_tokens",
+        call="self.prompt_logprobs_worker.compute_prompt_logprobs",
+        ours="vLLM's; with `--enable-lora` its layers are told the adapter of each row of the prompts",
+        why="vLLM has told them those of the rows that sample, whose number is another",
+        where="worker/hooks/prompt_adapters.py:score_prompts_by_adapters",
+    ),
+    Hook(
+        caller=f"{_RUNNER}.sample_tokens",
         call="self.postprocess_sampled",
         ours="updates what the model keeps of a request; leaves tokens and lengths alone",
         why="the scheduling output brings them",
