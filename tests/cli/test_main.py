@@ -179,6 +179,18 @@ def test_output_into_a_closed_pipe_is_not_an_error(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", ["doctor", "serve MODEL --pp 2"])
+def test_a_working_directory_that_is_gone_is_said_in_one_line(tmp_path, command):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"cd {gone}; rmdir {gone}; exec {sys.executable} -m sipipe {command}"
+    done = subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    line = "sipipe: the working directory is gone: change into another one\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
 def test_a_command_needs_no_output():
     command = f"exec {sys.executable} -m sipipe --version >&-"
     done = subprocess.run(

@@ -22,6 +22,7 @@ UNREADABLE = {
 UNSENT = {"numpy": {"temperature": np.float32(0.5)}, "object": {"extra_args": {"a": object()}}}
 """What the front end cannot send."""
 PLAIN = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+TWO = {"temperature": 1.0, "n": 2, "seed": 5}
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -64,7 +65,7 @@ async def ask(path: str, stages: int) -> dict:
     odd = UNREADABLE | UNSENT
     answers = await asyncio.gather(
         *(ends(engine, name, values) for name, values in odd.items()),
-        *(ends(engine, f"n{name}", values | {"n": 2, "seed": 5}) for name, values in odd.items()),
+        *(ends(engine, f"n{name}", TWO | values) for name, values in odd.items()),
         ends(engine, "priority", {}, priority="first"),
         ends(engine, 7, {}),
         call(engine, "get_kv_cache_spec"),
@@ -96,7 +97,7 @@ def offline(path: str, stages: int) -> dict:
     said: dict = {"alone": said_to({})}
     said["one"] = {name: said_to(values) for name, values in (UNREADABLE | UNSENT).items()}
     said["two"] = {
-        name: said_to(values | {"n": 2, "seed": 5}) for name, values in UNSENT.items()
+        name: said_to(TWO | values) for name, values in UNSENT.items()
     }
     said["behind"] = said_to({})
     return said

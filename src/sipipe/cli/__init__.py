@@ -88,4 +88,8 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f'; did you mean "{near[0]}"?' if near else "; see sipipe --help"
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f'unknown {kind} "{name}"{hint}')
+    try:
+        os.getcwd()  # libraries ask for it as they are imported; one of them ends the process
+    except OSError:
+        raise ConfigError("the working directory is gone: change into another one") from None
     return int(importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}").main(options))
