@@ -1,8 +1,9 @@
 """What the front end does of sessions and of ids, by vLLM's own methods; no engine is started."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -14,9 +15,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from sipipe.engine.start import new_requests
 from sipipe.engine.start.sessions import end_turns_with_their_session
@@ -25,7 +28,7 @@ from sipipe.engine.start.sessions import end_turns_with_their_session
 @pytest.fixture
 def front(monkeypatch):
     """A front end, whose methods that SiPipe replaces are vLLM's again after the test."""
-    for name in ("_add_streaming_input_request", "add_request"):
+    for name in ("_add_streaming_input_request", "add_request", "_add_request"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
     check = InputProcessor._validate_model_input  # noqa: SLF001
@@ -131,6 +134,65 @@ def test_an_id_is_in_use_from_the_moment_that_it_is_given(front, monkeypatch):
     front.output_processor.external_req_ids["r"] = ["r"]
     with pytest.raises(VLLMValidationError, match="in use"):
         LLMEngine.add_request(front, "r", "prompt", None)
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+@pytest.mark.parametrize(
+    ("parameters", "error"),
+    [
+        ({}, UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")),
+        ({}, OverflowError("can't serialize ints < -2**63 or > 2**64 - 1")),
+        ({"bad_words": ["fine", "\ud800"]}, None),
+        ({"stop": ["\udfff a"]}, None),
+        ({"stop": "\udfff a"}, None),
+    ],
+)
+def test_a_value_without_bytes_is_the_clients_own_error(
+    front, monkeypatch, disabled, parameters, error
+):
+    async def add(*_):
+        if error is not None:
+            raise error
+
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", disabled)
+    monkeypatch.setattr(AsyncLLM, "add_request", add)
+    new_requests.check_new_requests()
+    params = SamplingParams(**parameters)
+    with pytest.raises(VLLMValidationError, match=r"cannot be sent: .*(surrogates|ints)"):
+        asyncio.run(AsyncLLM.add_request(front, "a", "text", params))
+
+
+def test_a_request_that_cannot_be_sent_is_forgotten(monkeypatch):
+    monkeypatch.setattr(AsyncLLM, "_add_request", AsyncLLM._add_request)  # noqa: SLF001
+    for owner in (AsyncLLM, LLMEngine):
+        monkeypatch.setattr(owner, "add_request", owner.add_request)
+    check = InputProcessor._validate_model_input  # noqa: SLF001
+    monkeypatch.setattr(InputProcessor, "_validate_model_input", check)
+    new_requests.check_new_requests()
+    request = EngineCoreRequest(
+        request_id="r-1",
+        external_req_id="r",
+        prompt_token_ids=[5],
+        mm_features=None,
+        sampling_params=SamplingParams(detokenize=False),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    engine = Mock()
+    engine.output_processor = OutputProcessor(None, log_stats=False)
+    engine.abort = partial(AsyncLLM.abort, engine)
+    engine.log_requests = False
+    engine.engine_core.add_request_async.side_effect = TypeError("no bytes")
+    engine.engine_core.abort_requests_async = AsyncMock()
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r-1")
+    with pytest.raises(TypeError, match="no bytes"):
+        asyncio.run(AsyncLLM._add_request(engine, request, None, None, 0, queue))  # noqa: SLF001
+    assert not engine.output_processor.request_states
+    assert not engine.output_processor.external_req_ids
+    engine.engine_core.abort_requests_async.assert_awaited_with(["r-1"])
 
 
 @pytest.mark.usefixtures("front")

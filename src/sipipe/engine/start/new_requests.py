@@ -18,7 +18,8 @@ Who runs here: the event loop's thread of an ``AsyncLLM``, or the thread that ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from vllm import envs
@@ -45,13 +46,15 @@ def check_new_requests() -> None:
         if not isinstance(request_id, str):  # an ``LLMEngine`` looks
             raise TypeError(f"request_id must be a string, got {type(request_id)}")
         if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-            return await add(self, request_id, prompt, params, *args, **kwargs)
+            with _telling_what_has_no_bytes(params):
+                return await add(self, request_id, prompt, params, *args, **kwargs)
         # vLLM knows the id once the prompt is tokenized; another request may come before that.
         coming = self.__dict__.setdefault("_sipipe_coming_ids", set())
         _check_id(self, request_id, coming)
         coming.add(request_id)
         try:
-            return await add(self, request_id, prompt, params, *args, **kwargs)
+            with _telling_what_has_no_bytes(params):
+                return await add(self, request_id, prompt, params, *args, **kwargs)
         finally:
             coming.discard(request_id)
 
@@ -80,6 +83,19 @@ def check_new_requests() -> None:
         except BaseException:
             await self.abort(request.request_id, internal=True)
             raise
+
+
+@contextmanager
+def _telling_what_has_no_bytes(params: Any) -> Iterator[None]:
+    """Raise VLLMValidationError, the client's own, where the body meets text with half a surrogate pair,
+    which JSON can have, or a number of more than 64 bits. vLLM takes it for an error of its own."""
+    try:
+        for name in ("stop", "bad_words"):
+            for text in getattr(params, name, None) or ():
+                text.encode()  # the tokenizer would call it no text at all
+        yield
+    except (UnicodeError, OverflowError) as error:
+        raise VLLMValidationError(f"a value of the request cannot be sent: {error}") from error
 
 
 def _check_prompts_rows() -> None:
