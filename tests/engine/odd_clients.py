@@ -96,9 +96,7 @@ def offline(path: str, stages: int) -> dict:
 
     said: dict = {"alone": said_to({})}
     said["one"] = {name: said_to(values) for name, values in (UNREADABLE | UNSENT).items()}
-    said["two"] = {
-        name: said_to(TWO | values) for name, values in UNSENT.items()
-    }
+    said["two"] = {name: said_to(TWO | values) for name, values in UNSENT.items()}
     said["behind"] = said_to({})
     return said
 

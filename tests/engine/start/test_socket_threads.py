@@ -127,7 +127,9 @@ def test_an_unreadable_request_is_refused_by_the_scheduler():
     assert isinstance(refused, RefusedRequest)
     assert (refused.request_id, refused.client_index, wave) == ("r", 3, 2)
     assert "sampling_params.ignore_eos" in refusal(refused, None, None)
-    assert "sampling_params.ignore_eos" in refusal(refused, Request("r", [1], SamplingParams(max_tokens=1), None), None)
+    assert "sampling_params.ignore_eos" in refusal(
+        refused, Request("r", [1], SamplingParams(max_tokens=1), None), None
+    )
 
 
 def test_a_result_that_cannot_be_sent_is_the_calls_failure():

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
@@ -101,9 +101,7 @@ def test_each_row_has_its_requests_adapter(requests, padding):
         patch.setattr(
             prompt_logprob, "compute_token_logprobs", lambda _, ids: torch.zeros(ids.shape)
         )
-        ranks = worker.compute_prompt_logprobs(
-            runner.logits, hidden, batch, None, None, lengths
-        )
+        ranks = worker.compute_prompt_logprobs(runner.logits, hidden, batch, None, None, lengths)
         scores = worker.compute_prompt_token_id_logprobs(runner.logits, hidden, batch, lengths)
     wanted = {f"r{row}" for row, request in enumerate(requests) if request[2] and request[1] > 1}
     assert ranks.keys() == wanted

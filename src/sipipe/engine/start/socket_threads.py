@@ -14,7 +14,7 @@ reader or writer that it has made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class UnreadableRequest(Struct):
-    """What can be told of a request that the engine cannot read: whose it is, and why not."""
+    """A request that the engine cannot read: whose it is, and why."""
 
     request_id: str
     client_index: int
@@ -65,7 +65,7 @@ class RequestDecoder(MsgpackDecoder):
 class OutputEncoder(MsgpackEncoder):
     """vLLM's writer of messages; a result of a call that it cannot write is that call's failure."""
 
-    def encode_into(self, obj: Any, buf: bytearray) -> Sequence[Any]:
+    def encode_into(self, obj: Any, buf: bytearray) -> Any:
         try:
             return super().encode_into(obj, buf)
         except Exception as error:  # whatever msgspec, and the pickling of a result, raise
@@ -104,7 +104,7 @@ def guard_socket_threads() -> None:
 
 
 def _unreadable(bufs: Any, error: Exception) -> UnreadableRequest:
-    """What is known of a request that cannot be read. Raises ``error`` where nothing is."""
+    """Return what is known of a request that cannot be read. Raises ``error`` where nothing is."""
     names = EngineCoreRequest.__struct_fields__
     try:
         first = bufs if isinstance(bufs, bytes | bytearray | memoryview) else bufs[0]
