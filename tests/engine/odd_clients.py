@@ -10,6 +10,7 @@ import sys
 import numpy as np
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 UNREADABLE = {
@@ -28,6 +29,7 @@ ENGINE = {
     "max_model_len": 128,
     "max_num_seqs": 8,
     "enforce_eager": True,
+    "enable_lora": True,
     "distributed_executor_backend": "sipipe.Executor",
 }
 
@@ -68,12 +70,13 @@ async def ask(path: str, stages: int) -> dict:
         *(ends(engine, f"n{name}", TWO | values) for name, values in odd.items()),
         ends(engine, "priority", {}, priority="first"),
         ends(engine, 7, {}),
+        ends(engine, "adapter", {}, lora_request=LoRARequest("a", 1, "/nowhere")),
         call(engine, "get_kv_cache_spec"),
         *(ends(engine, f"beside{number}", {}) for number in range(3)),
     )
     said["one"] = dict(zip(odd, answers, strict=False))
     said["two"] = dict(zip(odd, answers[len(odd) :], strict=False))
-    said["priority"], said["number"], said["call"] = answers[2 * len(odd) :][:3]
+    said["priority"], said["number"], said["adapter"], said["call"] = answers[2 * len(odd) : -3]
     said["beside"] = answers[-3:]
     said["behind"] = await ends(engine, "behind", {})
     said["left"] = len(engine.output_processor.request_states)

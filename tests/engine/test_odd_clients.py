@@ -54,5 +54,9 @@ def check_others(said):
     error, message = said["priority"]
     assert error == "VLLMValidationError"
     assert "priority" in message
+    error, message = said["adapter"]
+    assert error == "VLLMValidationError"
+    assert message.startswith('Invalid request: LoRA adapter "a" cannot be loaded: ')
+    assert "/nowhere" in message
     assert "request_id must be a string" in said["number"][1]
     assert "the result of the call cannot be sent" in said["call"]

@@ -98,6 +98,7 @@ class Executor(VllmExecutor):
         from sipipe.engine.self_test.self_test import SelfTest
         from sipipe.engine.start.aborts import abort_once
         from sipipe.engine.start.drain import drain_though_paused
+        from sipipe.engine.start.new_adapters import load_adapters_first
         from sipipe.engine.start.socket_threads import guard_socket_threads
 
         require_vllm()
@@ -105,6 +106,7 @@ class Executor(VllmExecutor):
         drain_though_paused()
         abort_once()
         guard_socket_threads()
+        load_adapters_first()
         self._placement = self._place_by_ray()
         """Ray's placement, whose actors live as long as it does; None without Ray."""
         self._setup = decide(self.vllm_config)
