@@ -9,6 +9,8 @@ import sys
 import psutil
 import pytest
 
+from sipipe.ipc.child import import_path
+
 PROGRAM = """
 import atexit, json, os, signal, socket, sys
 from sipipe.ipc.child import start_child
@@ -128,3 +130,16 @@ def test_a_process_that_was_started_without_standard_streams(tmp_path, closed, f
     assert done.returncode == 4
     files = (tmp_path / "child").read_text().split()
     assert all(files[number] == os.devnull for number in closed)
+
+
+def test_children_import_from_where_their_starter_does_also_when_its_directory_is_gone(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "path", ["", "/a", "/b c"])
+    monkeypatch.chdir(tmp_path)
+    assert import_path() == f"{tmp_path}{os.pathsep}/a{os.pathsep}/b c"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert import_path() == f"/a{os.pathsep}/b c"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
@@ -131,3 +132,13 @@ def _forget_parent(descriptors: Collection[int]) -> None:
             # it may be another file's by then.
             os.dup2(null, descriptor, inheritable=False)
     os.dup2(null, 0)
+
+
+def import_path() -> str:
+    """The directories that this process imports from, as a child's ``PYTHONPATH``. The working
+    directory, which an interactive Python has as an empty entry, is left out once it is gone."""
+    entries = []
+    for entry in sys.path:
+        with suppress(OSError):
+            entries.append(entry or os.getcwd())
+    return os.pathsep.join(entries)

@@ -21,7 +21,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
-from sipipe.ipc.child import limit_waits, start_child
+from sipipe.ipc.child import import_path, limit_waits, start_child
 from sipipe.ipc.errors import LinkClosedError
 from sipipe.ipc.parent import end_this_process
 from sipipe.ipc.starter import ends_in_order
@@ -190,14 +189,13 @@ class Children:
             begin: run in a fork of this process instead of a new interpreter
                 (:func:`~sipipe.ipc.child.start_child`).
         """
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process, control = start_child(
             ("-m", module),
             arguments,
             ends=ends,
             begin=begin,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            env={**os.environ, "PYTHONPATH": import_path(), **(environment or {})},
         )
         limit_waits(control, PIPE_SECONDS)
         child = Child(name, process, Connection(control.detach()))

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -46,7 +45,7 @@ from sipipe.engine.self_test.scheduler import make_scheduler
 from sipipe.engine.setup.checkpoint import FILES, weight_bytes
 from sipipe.engine.setup.record import Setup
 from sipipe.errors import UnsupportedError
-from sipipe.ipc.child import limit_waits, start_child
+from sipipe.ipc.child import import_path, limit_waits, start_child
 from sipipe.ipc.memory import free_bytes
 from sipipe.kept import digest
 
@@ -312,10 +311,9 @@ def _environment() -> dict[str, str]:
     """Environment of the process: one of stock vLLM's, without what concerns stages and ranks."""
     left_out = {"VLLM_PP_LAYER_PARTITION", "VLLM_USE_V2_MODEL_RUNNER"}
     inherited = {name: value for name, value in os.environ.items() if name not in left_out}
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {
         **inherited,
-        "PYTHONPATH": path,
+        "PYTHONPATH": import_path(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
