@@ -261,7 +261,7 @@ def test_prompts_are_scored_with_adapters_as_by_stock(models):
     batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 12}, {**plain, "lora": [None] * 12}]
     engine = {"enable_lora": True, "max_lora_rank": 8}
     said = run_engine(path, batches, **shared(2), **engine)
-    assert_stock(said, path, batches, **engine, max_num_seqs=1)
+    assert_stock(said, path, batches, same_answers, **engine, max_num_seqs=1)
 
 
 def make_adapter(directory, config):
