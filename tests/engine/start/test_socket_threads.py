@@ -1,6 +1,8 @@
 """Messages that an engine cannot read or send, at vLLM's own readers and writers."""
 
 import queue
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
@@ -160,3 +163,69 @@ def test_an_engine_ends_with_its_threads():
         "the engine's thread that sends results has failed: ZeroDivisionError: "
         "integer division or modulo by zero"
     )
+
+
+OPEN = "ignore:Destroying context with unclosed socket:ResourceWarning"
+"""vLLM closes its sockets behind their context."""
+
+
+@pytest.mark.filterwarnings(OPEN)
+@pytest.mark.usefixtures("guarded", "own_last_word")
+def test_the_thread_reads_on_behind_what_it_cannot_read(tmp_path):
+    """vLLM's own ended there. What is no message of a front end at all ends the engine."""
+    address = f"ipc://{tmp_path}/in"
+    engine = SimpleNamespace(
+        tensor_ipc_receiver=None,
+        mm_receiver_cache=None,
+        request_block_hasher=None,
+        input_queue=queue.Queue(),
+        _make_ready_response=lambda: "ready",
+    )
+    engine.preprocess_add_request = partial(EngineCoreProc.preprocess_add_request, engine)
+    bad = request(request_id="bad", sampling_params=SamplingParams(max_tokens=5.0))
+    good = request(request_id="good", sampling_params=SamplingParams(max_tokens=5))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as front:
+        front.bind(address)
+        thread = threading.Thread(
+            target=EngineCoreProc.process_input_sockets,
+            args=(engine, [address], None, b"\0\0", threading.Event()),
+            daemon=True,
+        )
+        thread.start()
+        identity, _ = front.recv_multipart()
+        for sent in (bad, good):
+            frames = MsgpackEncoder().encode(sent)
+            front.send_multipart([identity, EngineCoreRequestType.ADD.value, *frames])
+        came = [engine.input_queue.get(timeout=60) for _ in range(2)]
+        front.send_multipart([identity, b"?"])
+        assert engine.input_queue.get(timeout=60)[0] == EngineCoreRequestType.EXECUTOR_FAILED
+        thread.join(60)
+    assert [kind for kind, _ in came] == [EngineCoreRequestType.ADD] * 2
+    (refused, _), (taken, _) = (message for _, message in came)
+    assert (refused.request_id, type(refused)) == ("bad", RefusedRequest)
+    assert (taken.request_id, type(taken)) == ("good", Request)
+    assert "reads requests has failed: ValueError" in last_word()
+
+
+@pytest.mark.filterwarnings(OPEN)
+@pytest.mark.usefixtures("guarded")
+def test_the_thread_sends_on_behind_what_it_cannot_send(tmp_path):
+    address = f"ipc://{tmp_path}/out"
+    engine = SimpleNamespace(
+        input_queue=queue.Queue(),
+        output_queue=queue.Queue(),
+        _send_msg_tracking_payload=EngineCoreProc._send_msg_tracking_payload,  # noqa: SLF001
+    )
+    for number, result in enumerate((torch.float32, [1])):
+        utility = UtilityOutput(number, result=UtilityResult(result))
+        engine.output_queue.put((0, EngineCoreOutputs(utility_output=utility)))
+    engine.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
+    with zmq.Context() as context, context.socket(zmq.PULL) as front:
+        front.bind(address)
+        EngineCoreProc.process_output_sockets(engine, [address], None, 0)
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        failed, fine = (decoder.decode(front.recv_multipart()).utility_output for _ in range(2))
+        assert front.recv() == EngineCoreProc.ENGINE_CORE_DEAD
+    assert failed.failure_message
+    assert fine.result.result == [1]
+    assert engine.input_queue.empty()
