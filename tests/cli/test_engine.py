@@ -1,9 +1,13 @@
 """`sipipe generate` and `sipipe serve` as a user starts them, on a tiny model in two stages."""
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -74,3 +78,35 @@ def test_generate_streams_to_the_terminal_in_order(model, environment):
     assert "core plan: stage 0: core" in done.stderr
     places = [done.stdout.index(prompt) for prompt in PROMPTS]
     assert places == sorted(places)
+
+
+def test_ctrl_c_amid_a_prompt_ends_all_and_is_no_failure(model, environment):
+    """A terminal interrupts the engine's processes too, whose end is then no news."""
+    options = [PROMPTS[0], "--max-tokens", "480", "--ignore-eos", *ENGINE]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sipipe", "generate", str(model), *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with process:
+        begun = os.read(process.stdout.fileno(), 100)  # the prompt; its text follows
+        assert begun, process.stderr.read()[-3000:]
+        os.killpg(process.pid, signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 130, log[-3000:]
+    last = log.split(b"core plan")[-1]
+    assert b"Traceback" not in last, last
+    assert b"generate:" not in last, last
+    deadline = time.monotonic() + 20
+    while left := [it for it in psutil.process_iter() if in_session(it, process.pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def in_session(process, session) -> bool:
+    with contextlib.suppress(OSError, psutil.Error):
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    return False
