@@ -100,7 +100,8 @@ def test_of_several_groups_all_blocks_behind_the_cached_ones_are_told():
     )
     (load,) = loads.take()
     assert load.block_ids == (11, 12, 13, 22, 23, 30)
-    loads.fail({22}, set())
+    assert loads.fail({10, 21}, set()) == set()
+    assert loads.fail({22}, set()) == {"a"}, "also when it has given the block back"
     assert connector.get_num_new_matched_tokens(request, BLOCK) == (0, False)
 
 

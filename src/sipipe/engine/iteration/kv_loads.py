@@ -84,12 +84,17 @@ class KVLoads:
         self._asked = []
         return requests
 
-    def fail(self, invalid: Set[int], requests: Set[str]) -> None:
-        """Take in what could not be loaded: blocks, by number, and requests, by name."""
-        self._failed |= requests
-        for request_id, blocks in self._blocks.items():
-            if not blocks.isdisjoint(invalid):
-                self._failed.add(request_id)
+    def fail(self, invalid: Set[int], requests: Set[str]) -> set[str]:
+        """Take in what could not be loaded: blocks, by number, and requests, by name. Returns the requests
+        that had one of these blocks among those that were loaded for them last: they may have given it
+        back since, as what lies before a window."""
+        loaders = {
+            request_id
+            for request_id, blocks in self._blocks.items()
+            if not blocks.isdisjoint(invalid)
+        }
+        self._failed |= requests | loaders
+        return loaders
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -56,10 +56,11 @@ class WrongBlocksScheduler(SessionScheduler):
         A running request that is to be computed anew begins anew, as after a preemption. vLLM would
         go on with it in place; its token of this iteration is drawn and known to the samplers.
         """
+        loaders: set[str] = set()
         if self._kv_loads is not None:
-            self._kv_loads.fail(invalid_block_ids, set())
+            loaders = self._kv_loads.fail(invalid_block_ids, set())
         if len(self.kv_cache_config.kv_cache_groups) > 1:  # type: ignore[attr-defined]
-            failed = self._take_out(invalid_block_ids)
+            failed = self._take_out(invalid_block_ids, loaders & num_scheduled_tokens.keys())
         else:
             self._evict_behind(invalid_block_ids, num_scheduled_tokens)
             failed = super()._handle_invalid_blocks(  # type: ignore[misc]
@@ -73,13 +74,17 @@ class WrongBlocksScheduler(SessionScheduler):
             self._forgive(request.request_id)
         return failed
 
-    def _take_out(self, invalid: Set[int]) -> set[str]:
+    def _take_out(self, invalid: Set[int], loaders: Set[str]) -> set[str]:
         """Answer as vLLM's ``_handle_invalid_blocks`` where the KV cache has several groups, for which it
         ends the engine: it takes a number for that of a block in each group. Its pool of blocks is one
         for all groups, so a number is one block of one group.
 
         A group's blocks do not say where in another's those lie that were computed with them, so nothing
         stays in the prefix cache.
+
+        Args:
+            invalid: Numbers of the blocks.
+            loaders: Requests of this iteration for which they were loaded.
 
         Returns: Requests whose output is left out.
         """
@@ -99,8 +104,9 @@ class WrongBlocksScheduler(SessionScheduler):
             for request in self.kv_holding_waiting  # type: ignore[attr-defined]
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         )
-        failed: set[str] = holders(self.running) | self._handle_failed_recving(waiting)
-        return failed
+        running = {request.request_id for request in self.running}
+        failed: set[str] = holders(self.running) | (loaders & running)
+        return failed | self._handle_failed_recving(waiting)
 
     def _evict_behind(self, invalid: Set[int], batch: Mapping[str, int]) -> None:
         """Take blocks that were not loaded out of the prefix cache, and all that may have been computed
