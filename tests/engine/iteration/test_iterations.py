@@ -195,6 +195,7 @@ def test_drafts_of_the_same_pass_are_those_of_requests_with_a_token():
     assert build_output(iteration) is output
     assert iteration.outcome.errors == {"a": NO_ANSWER}
     assert iteration.outcome.drafts == {"c": [3]}
+    assert iteration.outcome.drawn == {"c": 2}
 
 
 def test_rows_of_both_places_are_waited_for_and_put_together():
@@ -212,6 +213,8 @@ def test_rows_of_both_places_are_waited_for_and_put_together():
     alone = begin(iterations, replace(work, sampled=[], samplers=()))
     assert iterations.deliver(1, report=said(1, [7, 8])) is alone
     assert build_output(alone).sampled_token_ids == [[8], [], [], [7]]
+    assert mixed.outcome.drawn == {"a": 1, "c": 1, "d": 1}
+    assert alone.outcome.drawn == {"a": 1, "d": 1}
 
 
 def test_an_output_has_every_row_of_a_request_in_order_and_its_own_logprobs():

@@ -112,8 +112,6 @@ class Resolver:
         # What fails has no token; where it is scheduled once more already, some token must be there.
         fillers = ((request_id, [0]) for request_id in iteration.outcome.errors)
         self._tracker.record(iteration.number, chain(by_request, fillers))
-        by_request = zip(output.req_ids, output.sampled_token_ids, strict=False)
-        iteration.outcome.drawn = {name: len(tokens) for name, tokens in by_request if tokens}
         if self.head_drafts is not None:
             by_request = zip(output.req_ids, output.sampled_token_ids, strict=True)
             self.head_drafts.ask(iteration, by_request)
@@ -179,6 +177,7 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             for request_id in work.on_device
             if report.drafts.get(request_id) and request_id not in outcome.errors
         }
+        outcome.drawn = _counts(output.req_ids, output.sampled_token_ids)
         return output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
@@ -207,6 +206,7 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
     outcome.tainted = bool(outcome.errors)
     outcome.errors = {of: why for of, why in outcome.errors.items() if not tokens[index[of]]}
     outcome.errors |= _unanswered(work, index, tokens, outcome.errors)
+    outcome.drawn = _counts(work.request_ids, tokens)
 
     def of_good(scores: Any) -> dict[str, Any]:
         """Scores by request; the scheduler takes none of one that fails."""
@@ -220,6 +220,12 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         prompt_logprobs_dict=of_good(report.prompt_logprobs if report else ()),
         prompt_token_id_logprobs_dict=of_good(report.prompt_scores if report else ()),
     )
+
+
+def _counts(request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Number of tokens of each request that got any. A pooling model has no tokens."""
+    by_request = zip(request_ids, tokens, strict=False)
+    return {request_id: len(drawn) for request_id, drawn in by_request if drawn}
 
 
 def _unanswered(
