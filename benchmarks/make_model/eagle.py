@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--texts", type=int, default=512, help="default: 512")
     parser.add_argument("--tokens", type=int, default=128, help="new ones of each (default: 128)")
-    parser.add_argument("--rounds", type=int, default=10, help="of training (default: 10)")
+    parser.add_argument("--rounds", type=int, default=12, help="of training (default: 12)")
     args = parser.parse_args()
     right = make_head(
         args.model, args.directory, texts=args.texts, tokens=args.tokens, rounds=args.rounds

@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from benchmarks.make_model import eagle
 from tests.engine import heads
 from tests.engine.engines import (
     Engine,
@@ -88,6 +89,23 @@ def test_greedy_tokens_are_stocks_and_drafts_as_often_right(models, kind, pp):
     assert 0 < counted[OFFERED] <= by_stock[OFFERED], (counted, by_stock)
     rate = counted[ACCEPTED] / counted[OFFERED]
     assert rate >= 0.9 * by_stock[ACCEPTED] / by_stock[OFFERED], (counted, by_stock)
+
+
+@pytest.mark.slow
+def test_a_trained_head_is_taken_as_it_was_trained(models):
+    """Drafts as often right as those of the head in training, half of it for other prompts, say that
+    vLLM computes what was trained: a norm more or less, or another order of the two inputs, and hardly
+    one would be."""
+    path = heads.target(models)
+    directory = models / "trained-head"
+    right = eagle.make_head(path, directory, texts=64, tokens=24, rounds=12)
+    drafts = {"method": "eagle", "model": str(directory), "num_speculative_tokens": 2}
+    plain = run_engine(path, long_greedy())
+    settings = {**SAMPLERS, "pipeline_parallel_size": 2}
+    found, counted = run(path, long_greedy(), speculative_config=drafts, **settings)
+    said, expected = (with_comparable_texts(it, path, long_greedy()) for it in (found, plain))
+    assert said == expected
+    assert counted[ACCEPTED] > right / 2 * counted[OFFERED] > 0, (counted, right)
 
 
 @pytest.mark.ci
