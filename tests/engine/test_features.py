@@ -248,6 +248,22 @@ def test_lora_adapters_equal_stock(models, family, tp):
     assert tokens(with_it) != tokens(without), "the adapter must make a difference"
 
 
+@pytest.mark.ci
+def test_prompts_are_scored_with_adapters_as_by_stock(models):
+    """Several prompts in a pass, of other numbers of tokens than rows that sample; stock vLLM, whose
+    CPU worker ends at that, has each alone."""
+    path = model(models)
+    config = json.loads((path / "config.json").read_text())
+    adapter = make_adapter(models / "adapter-llama", config)
+    base = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+    params = [base | {"prompt_logprobs": 3, "logprobs": 1}, base, base | {"prompt_logprobs": 0}] * 4
+    plain = {"prompts": prompts(12, seed=7, longest=90), "params": params}
+    batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 12}, {**plain, "lora": [None] * 12}]
+    engine = {"enable_lora": True, "max_lora_rank": 8}
+    said = run_engine(path, batches, **shared(2), **engine)
+    assert_stock(said, path, batches, same_answers, **engine, max_num_seqs=1)
+
+
 def make_adapter(directory, config):
     """A random LoRA adapter of rank 8 on the query projections, in PEFT's format."""
     from safetensors.numpy import save_file
