@@ -186,6 +186,7 @@ def test_the_thread_reads_on_behind_what_it_cannot_read(tmp_path):
     good = request(request_id="good", sampling_params=SamplingParams(max_tokens=5))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as front:
         front.bind(address)
+        front.rcvtimeo = 60_000
         thread = threading.Thread(
             target=EngineCoreProc.process_input_sockets,
             args=(engine, [address], None, b"\0\0", threading.Event()),
@@ -222,6 +223,7 @@ def test_the_thread_sends_on_behind_what_it_cannot_send(tmp_path):
     engine.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
     with zmq.Context() as context, context.socket(zmq.PULL) as front:
         front.bind(address)
+        front.rcvtimeo = 60_000
         EngineCoreProc.process_output_sockets(engine, [address], None, 0)
         decoder = MsgpackDecoder(EngineCoreOutputs)
         failed, fine = (decoder.decode(front.recv_multipart()).utility_output for _ in range(2))
