@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from sipipe._version import __version__
 from sipipe.errors import ConfigError, SiPipeError, tell
+from sipipe.ipc.lost_exit import ask_again_for_lost_exits
 from sipipe.linux import open_standard_streams
 
 COMMANDS = {
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A command that gets SIGTERM cleans up as one that gets Ctrl-C. vLLM's server has a handler of
         # its own.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        ask_again_for_lost_exits()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # "…" on a terminal whose encoding is Latin-1
     try:

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from sipipe.ipc.lost_exit import ask_again_for_lost_exits
 from sipipe.messages.drafts import URGENT
 from sipipe.messages.replies import ASK_STATUS, Status
 from sipipe.messages.start_records import GRACE_SECONDS
@@ -53,6 +54,7 @@ class Parent:
         self._saying = threading.Lock()  # wait: held while a message is sent; as that is
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._ending = False
+        ask_again_for_lost_exits(self._renew)
         signal.signal(signal.SIGTERM, self._end_on_signal)
         # Ctrl-C reaches the whole foreground process group; the engine decides when to stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,6 +84,10 @@ class Parent:
         """End as by ``sys.exit``, so that ``finally`` clauses run."""
         if self.let_end():
             raise SystemExit(0)
+
+    def _renew(self) -> None:
+        """Have the next SIGTERM interrupt this process: what the last one raised was lost."""
+        self._ending = False
 
     def _listen(self) -> None:
         """Run the thread on the pipe until the engine is gone, then end this process."""

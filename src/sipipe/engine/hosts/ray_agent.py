@@ -21,12 +21,14 @@ from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.host_agreement import difference, versions
 from sipipe.engine.start.launch import announce
 from sipipe.errors import ConfigError, SiPipeError, tell
+from sipipe.ipc.lost_exit import ask_again_for_lost_exits
 from sipipe.ipc.parent import end_group_with
 from sipipe.messages.start_records import GRACE_SECONDS
 
 
 def main() -> int:
     """Read the order, and be the agent until the engine ends; returns the exit status."""
+    ask_again_for_lost_exits()
     claim = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(claim.fileno(), False)
     with claim.makefile("rb") as actor:

@@ -26,6 +26,7 @@ import psutil
 
 from sipipe.engine.children.forking import importing
 from sipipe.errors import EngineDiedError, SiPipeError, tell
+from sipipe.ipc.lost_exit import ask_again_for_lost_exits
 from sipipe.ipc.parent import end_group_with
 from sipipe.start_log import shorten
 
@@ -35,6 +36,7 @@ def main() -> int:
     supervisor = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(supervisor.fileno(), False)
     end_group_with(supervisor)
+    ask_again_for_lost_exits()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
     arguments = json.loads("".join(sys.argv[2:]))  # cut, as a word has a limit
     shorten()
