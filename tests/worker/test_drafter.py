@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="hidden states are vLLM's")
 
 from sipipe.messages.drafts import LEFT_OUT, DraftRequest  # noqa: E402
 from sipipe.messages.step import int32_bytes, int32_view  # noqa: E402
+from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.drafter import NOTHING_KEPT, Drafter  # noqa: E402
 
 BLOCK = 4
@@ -94,7 +95,7 @@ def prepared(requests, iteration=0):
     return inputs, source, state, (tables, slots[None]), drawn
 
 
-def stage(source, state, tables, head, compare=lambda _: None):
+def stage(source, state, tables, head, compare=lambda _: None, device=None):
     runner = SimpleNamespace(
         device=torch.device("cpu"),
         model=SimpleNamespace(),
@@ -103,7 +104,15 @@ def stage(source, state, tables, head, compare=lambda _: None):
         block_tables=SimpleNamespace(block_sizes=[BLOCK]),
     )
     answers = []
-    made = Drafter(head, runner, [source], slots=SLOTS, answer=answers.append, compare=compare)
+    made = Drafter(
+        head,
+        runner,
+        [source],
+        stage_device=device or HostDevice(),
+        slots=SLOTS,
+        answer=answers.append,
+        compare=compare,
+    )
     return made, answers
 
 
@@ -242,6 +251,33 @@ def test_a_head_that_fails_is_answered_for():
         )
     assert [answer.drafts for answer in answers] == [b"", b""]
     assert made.done == 2
+
+
+class BusyDevice(HostDevice):
+    """A device that is free when earlier iterations have ended, in nanoseconds of its own clock."""
+
+    def __init__(self):
+        self.free = 20_000_000
+
+    def mark(self):
+        return self.free
+
+
+def test_a_pass_takes_the_devices_time_and_not_that_of_iterations_before_it():
+    inputs, source, state, tables, _ = prepared([DECODES])
+    device = BusyDevice()
+
+    class Timed(Head):
+        def run(self, *args, **kwargs):
+            device.free += 3_000_000
+            return super().run(*args, **kwargs)
+
+    made, answers = stage(source, state, tables, Timed(), device=device)
+    made.keep(inputs)
+    made.propose(
+        DraftRequest(number=1, iteration=0, steps=2, drawn=int32_bytes([1]), last=int32_bytes([5]))
+    )
+    assert answers[0].seconds == pytest.approx(3e-3)
 
 
 PROMPT = (0, 5, 0, 9)

@@ -18,7 +18,6 @@ Rejected: keeping whole iterations, which for prompts are hidden states of thous
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,7 @@ from sipipe.best_effort import BestEffort
 from sipipe.messages.drafts import LEFT_OUT, Drafted, DraftRequest
 from sipipe.messages.step import int32_bytes, int32_view
 from sipipe.worker.agreement import run_alike
+from sipipe.worker.device import Device
 from sipipe.worker.hooks.head import Head, HeadBatch
 from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.model_input import ModelInput
@@ -138,6 +138,7 @@ class Drafter:
         runner: Any,
         buffers: Sequence[InputBuffers],
         *,
+        stage_device: Device,
         slots: int,
         answer: Callable[[Drafted], None],
         compare: Callable[[Exception | None], None] = lambda _: None,
@@ -148,6 +149,7 @@ class Drafter:
             head: of the runner's stage.
             runner: vLLM's, whose inputs SiPipe prepares.
             buffers: sets that iterations are prepared in.
+            stage_device: measures what the head takes.
             slots: microbatches in flight.
             answer: sends drafts to the engine; of other ranks than the first it does nothing.
             compare: takes what a pass of the head has raised on this rank, or None, and raises where
@@ -160,6 +162,7 @@ class Drafter:
         self._answer = answer
         self._kept: dict[int, Kept] = {}
         self._device = runner.device
+        self._stage_device = stage_device
         self._compare = compare
         self._keeping = BestEffort("keeping what a draft head reads", bounded=False)
         self._proposing = BestEffort("drafts of a head", bounded=False)
@@ -259,19 +262,25 @@ class Drafter:
     def propose(self, request: DraftRequest) -> None:
         """Run a request for drafts and answer it, with none where something fails."""
         self.done = request.number
-        began = time.monotonic()
+        # By the device's own marks: this thread also waits for iterations that were launched before.
+        began = self._stage_device.mark()
         pending = self._kept.pop(request.iteration, None)
         drafts = b""
         if pending is not None:
             drafts = run_alike(self._compare, self._proposing, b"", self._propose, request, pending)
         else:
             self._compare(NOTHING_KEPT)
+        ended = self._stage_device.mark()
+        seconds = 0.0
+        if drafts:
+            self._stage_device.wait(ended)  # wait: none: the drafts have come from the device
+            seconds = self._stage_device.nanoseconds(began, ended) * 1e-9
         self._answer(
             Drafted(
                 iteration=request.iteration,
                 steps=request.steps,
                 drafts=drafts,
-                seconds=time.monotonic() - began if drafts else 0.0,
+                seconds=seconds,
             )
         )
 

@@ -130,7 +130,9 @@ def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
     )
 
 
-def drafter_of(around: Surroundings, preparation: SiPipePrepares, slots: int) -> Drafter | None:
+def drafter_of(
+    around: Surroundings, device: Device, preparation: SiPipePrepares, slots: int
+) -> Drafter | None:
     """The drafter of this stage; None where no head was loaded."""
     speculator = around.worker.speculator
     if speculator is None:
@@ -142,6 +144,7 @@ def drafter_of(around: Surroundings, preparation: SiPipePrepares, slots: int) ->
         Head(speculator, around.runner),
         around.runner,
         preparation.buffers,
+        stage_device=device,
         slots=slots,
         answer=around.report if around.reports else lambda _: None,
         compare=comparison(around.boot.place, around.boot.config.stall_timeout),
@@ -207,7 +210,7 @@ class SampledStage(ClosedStage):
                 following=around.worker.speculator is not None,
                 decode_tokens=draws.decode_tokens,
             )
-            self._drafter = drafter_of(around, self._preparation, boot.watched.inflight)
+            self._drafter = drafter_of(around, device, self._preparation, boot.watched.inflight)
         elif boot.speculates and not draws.reads_states:
             raise UnsupportedError(
                 f"--speculative-config: SiPipe does not draft here, since {reason}: leave it out"
