@@ -52,6 +52,7 @@ def test_what_a_link_takes_of_a_gpu_is_known_before_the_kv_cache_is_sized(
     worker = Worker()
     worker.model_runner = SimpleNamespace(
         intermediate_tensors=IntermediateTensors(kept),
+        speculator=None,
         device=torch.device(device),
         max_num_reqs=requests,
         max_num_tokens=TOKENS,

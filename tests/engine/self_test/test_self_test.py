@@ -188,8 +188,10 @@ def make(path, cache, monkeypatch):
 
 
 @pytest.fixture
-def log(caplog):
-    """What the self-test has logged; vLLM, which sets its loggers up later, hands nothing on."""
+def log(make, caplog):
+    """What the self-test has logged; vLLM hands nothing on. It sets its loggers up anew, without the
+    handler, with the first configuration of this process: so one is made before."""
+    make()
     self_test.logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, logger=self_test.logger.name)
     yield lambda: "\n".join(it.getMessage() for it in caplog.records if "self_test" in it.name)

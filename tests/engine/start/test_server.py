@@ -270,6 +270,7 @@ ON_DEMAND = (
     "sipipe.kv_files",
     "sipipe.engine.self_test",
     "sipipe.worker.hooks.head",
+    "sipipe.worker.hooks.drafting_batch",
 )
 """Commands; a connector that is named; what families run that are not verified; draft heads."""
 
