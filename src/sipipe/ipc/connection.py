@@ -2,8 +2,9 @@
 
 Who runs here
     One thread at a time receives; any thread sends, interrupts or closes. A thread of each
-    connection makes the attempts to connect, sees the peer come and go, and looks at the network. ZeroMQ's own thread
-    does the network and the heartbeats, so that sending never waits and what comes lies ready.
+    connection makes the attempts to connect, sees the peer come and go, and looks at the network.
+    ZeroMQ's own thread does the network and the heartbeats, so that sending never waits and what
+    comes lies ready.
 Guarantees
     The peer has the same secret (:mod:`sipipe.ipc.secret`), or this connection's own ``token``, or
     nothing is exchanged. Messages arrive whole and in order, after what was sent before them. A
