@@ -8,6 +8,12 @@ import sys
 from contextlib import suppress
 
 
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` in one line, as a part of messages; of one without a message its type's
+    name."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def tell(line: object) -> None:
     """Write one line for whoever started this process."""
     # A value that the line repeats, such as a path, may have line breaks of its own.

@@ -32,7 +32,7 @@ from sipipe.best_effort import BestEffort
 from sipipe.core_binding import claim
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
-from sipipe.errors import ConfigError, StallError, WorkerDiedError
+from sipipe.errors import ConfigError, StallError, WorkerDiedError, one_line
 from sipipe.ipc.last_word import leave_last_word
 from sipipe.kv_files import settings as kv_files
 from sipipe.start_log import leave_out_what_is_wrong, shorten
@@ -65,7 +65,7 @@ def one_cause() -> Iterator[None]:
         is_engine_process = multiprocessing.current_process().name.startswith("EngineCore")
         if not is_engine_process or multiprocessing.parent_process() is None:
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         leave_last_word(reason)
         logger.error("the engine cannot start: %s", reason)
         logger.debug("it failed here", exc_info=error)

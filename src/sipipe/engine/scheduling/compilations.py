@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sipipe.engine.setup.derived import settings_of
+from sipipe.errors import one_line
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,7 +148,7 @@ class Compilations:
             ) as error:  # a container's limit of threads: that request alone fails
                 self._running.discard(compilation)
                 with suppress(InvalidStateError):
-                    compilation.future.set_exception(ValueError(_sentence(error)))
+                    compilation.future.set_exception(ValueError(one_line(error)))
 
     def _compile(self, compilation: Compilation) -> None:
         """Compile, resolve the future, and start the next. Runs in a thread of its own."""
@@ -166,7 +167,7 @@ class Compilations:
                 if problem is None:
                     compilation.future.set_result(grammar)
                 else:
-                    compilation.future.set_exception(ValueError(_sentence(problem)))
+                    compilation.future.set_exception(ValueError(one_line(problem)))
             if not self._closed:
                 self._start(self._now())
 
@@ -196,11 +197,6 @@ class Compilations:
             'repetition counts (minItems, maxLength, {n}), or raise "grammar_timeout" in the sipipe '
             "config"
         )
-
-
-def _sentence(error: BaseException) -> str:
-    """A backend's message in one line; it may be several, with a trace of its own."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def allows_nothing(manager: StructuredOutputManager, grammar: Any) -> bool:

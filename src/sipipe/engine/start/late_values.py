@@ -20,7 +20,7 @@ from vllm.utils.import_utils import import_from_path
 
 from sipipe.engine.setup.checkpoint import check_path
 from sipipe.environment import LONGEST_SOCKET
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, one_line
 
 FILES = ("tool_parser_plugin", "reasoning_parser_plugin")
 """Arguments that name a module's file."""
@@ -105,7 +105,7 @@ def _attempt(call: Callable[[], Any], option: str) -> Any:
     try:
         return call()
     except Exception as error:  # whatever a module of the user raises
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise ConfigError(f"{option}: {reason}") from None
 
 

@@ -31,6 +31,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from sipipe.engine.iteration.admission import RefusedRequest
+from sipipe.errors import one_line
 from sipipe.extending import extends
 from sipipe.ipc.last_word import leave_last_word
 
@@ -71,7 +72,7 @@ class OutputEncoder(MsgpackEncoder):
         except Exception as error:  # whatever msgspec, and the pickling of a result, raise
             if not (isinstance(obj, EngineCoreOutputs) and obj.utility_output is not None):
                 raise
-            reason = f"the result of the call cannot be sent: {_in_one_line(error)}"
+            reason = f"the result of the call cannot be sent: {one_line(error)}"
             logger.error("%s", reason)
             failure = UtilityOutput(obj.utility_output.call_id, failure_message=reason)
             return super().encode_into(structs.replace(obj, utility_output=failure), buf)
@@ -110,7 +111,7 @@ def _unreadable(bufs: Any, error: Exception) -> UnreadableRequest:
         first = bufs if isinstance(bufs, bytes | bytearray | memoryview) else bufs[0]
         # Fields in their order; tensors stay as they are.
         fields = dict(zip(names, msgpack.decode(first), strict=False))
-        reason = _in_one_line(error)
+        reason = one_line(error)
         for number, name in enumerate(names):
             reason = reason.replace(f"$[{number}]", name)
         known = {
@@ -122,10 +123,6 @@ def _unreadable(bufs: Any, error: Exception) -> UnreadableRequest:
         return convert(known, UnreadableRequest)
     except Exception:  # no message of a front end of this vLLM
         raise error from None
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
