@@ -73,6 +73,21 @@ def own_filters() -> Iterator[None]:
         logger.filters[:] = filters
 
 
+@pytest.fixture
+def caplog(caplog, monkeypatch):
+    """pytest's, which hears the loggers of vLLM and of SiPipe, too: they hand nothing to the root logger,
+    and the first configuration of a process sets them up anew, without a handler added before."""
+    call_handlers = logging.Logger.callHandlers
+
+    def call_these_and_ours(logger, record) -> None:
+        call_handlers(logger, record)
+        if record.name.startswith("vllm.") and not logging.getLogger("vllm").propagate:
+            caplog.handler.handle(record)
+
+    monkeypatch.setattr(logging.Logger, "callHandlers", call_these_and_ours)
+    return caplog
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two hosts, for the tests of a file."""

@@ -2,8 +2,9 @@
 
 A handler that raises SystemExit or KeyboardInterrupt runs in the main thread, between any two
 instructions. In a ``__del__`` method, or a callback of the collector's, what it raises is printed as
-"Exception ignored in" with a traceback, and the process goes on. Imports compile thousands of patterns, whose parts have such
-methods, and a process that is told to end amid its imports is an ordinary one: another has failed.
+"Exception ignored in" with a traceback, and the process goes on. Imports compile thousands of
+patterns, whose parts have such methods, and a process that is told to end amid its imports is an
+ordinary one: another has failed.
 
 Who runs here: the main thread, wherever the signal met it; for a moment a thread that sends it again.
 Rejected: a handler that only sets a flag, because nobody looks at one amid an import.

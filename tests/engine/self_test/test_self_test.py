@@ -188,14 +188,10 @@ def make(path, cache, monkeypatch):
 
 
 @pytest.fixture
-def log(make, caplog):
-    """What the self-test has logged; vLLM hands nothing on. It sets its loggers up anew, without the
-    handler, with the first configuration of this process: so one is made before."""
-    make()
-    self_test.logger.addHandler(caplog.handler)
+def log(caplog):
+    """What the self-test has logged."""
     caplog.set_level(logging.INFO, logger=self_test.logger.name)
-    yield lambda: "\n".join(it.getMessage() for it in caplog.records if "self_test" in it.name)
-    self_test.logger.removeHandler(caplog.handler)
+    return lambda: "\n".join(it.getMessage() for it in caplog.records if "self_test" in it.name)
 
 
 @pytest.mark.parametrize(
