@@ -60,16 +60,24 @@ def _no_namespaces() -> str:
 
 
 CAMPAIGN_OF = (
-    Benchmark("timeline", "timeline MODEL", ("timeline",), 4),
     Benchmark("served", "served MODEL", ("served",), 60),
     Benchmark(
-        "large-vocabulary",
-        "served --loads short --sampling greedy,all --no-rates --engines 2 "
-        "--name served-large-vocabulary",
-        ("served-large-vocabulary",),
-        14,
+        "drafts-of-a-head",
+        "speculation MODEL --head HEAD --pp 2,4 --requests 1,8,32 --kinds chat --sampling greedy "
+        "--tokens 64 --repeat 1 --engines 2 --name speculation-head",
+        ("speculation-head",),
+        16,
     ),
-    Benchmark("start", "start --pp 1,2 --repeat 2", ("start",), 18),
+    Benchmark(
+        "drafts-emulated",
+        "speculation --profile llama-70b-8xh100 --pp 4,8 --requests 32,256 --engines 2 "
+        "--name speculation-emulated",
+        ("speculation-emulated",),
+        8,
+    ),
+    Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 33),
+    Benchmark("start", "start --pp 1,2 --repeat 1", ("start",), 12),
+    Benchmark("timeline", "timeline MODEL", ("timeline",), 4),
     Benchmark("sampling", "sampling --only strategies", ("sampling",), 2),
     Benchmark("sampling-sizes", "sampling --only sizes", ("sampling-sizes",), 1),
     Benchmark("sampling-cliffs", "sampling --only cliffs", ("sampling-cliffs",), 2),
@@ -105,27 +113,19 @@ CAMPAIGN_OF = (
         5,
     ),
     Benchmark(
-        "drafts-of-a-head",
-        "speculation MODEL --head HEAD --pp 2,4 --requests 1,8,32 --kinds chat --sampling greedy "
-        "--tokens 64 --repeat 1 --engines 2 --name speculation-head",
-        ("speculation-head",),
-        16,
-    ),
-    Benchmark(
-        "drafts-emulated",
-        "speculation --profile llama-70b-8xh100 --pp 4,8 --requests 32,256 --engines 2 "
-        "--name speculation-emulated",
-        ("speculation-emulated",),
-        8,
-    ),
-    Benchmark(
         "scheduling",
         "scheduling",
         ("scheduling-summary", "scheduling-prompts", "scheduling-beside", "scheduling-seeds"),
         8,
     ),
     Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 8),
-    Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 33),
+    Benchmark(
+        "large-vocabulary",
+        "served --loads short --sampling greedy,all --rows sipipe,stock --no-rates --engines 2 "
+        "--name served-large-vocabulary",
+        ("served-large-vocabulary",),
+        7,
+    ),
     Benchmark(
         "hosts",
         "hosts --delays 0,20 --inflight 3 --tokens 32",
@@ -135,6 +135,7 @@ CAMPAIGN_OF = (
     ),
     Benchmark("planner", "planner", ("planner-findings", "planner-published"), 1),
 )
+"""What README quotes comes first, so that a campaign that is stopped has it."""
 
 ASKED = (Benchmark("peers", "peers MODEL", ("peers",), 30),)
 """What is measured only if it is named: it installs programs of others."""

@@ -12,7 +12,8 @@ The noise is that of a set-up against itself: the largest of its answers to a lo
 repetitions, over the smallest.
 
 ``short``: 16 tokens in, 32 out. ``chat``: 200 to 600 in, 100 to 300 out, as long as the answers of
-ShareGPT are. Both at once, and in open arrivals at three rates.
+ShareGPT are. Both at once, and in open arrivals at three rates, which the first round alone answers:
+they take as long as all others together.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def main() -> None:
         order = rows[::-1] if number_of_round % 2 else rows
         servers = {name: server(model, name) for name in order}
         seed = 1000 * number_of_round
-        rounds.append(answered(servers, model, loads, first=seed, timeout=LIMIT))
+        asked = [load for load in loads if not load.rate or not number_of_round]
+        rounds.append(answered(servers, model, asked, first=seed, timeout=LIMIT))
     dtype = "float32" if cpu_features.slow() else "bfloat16"
     report(
         "served",
@@ -139,8 +141,8 @@ def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[s
     for load in loads:
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for runs in rounds:
-            for name in rows:
-                found[name] += runs[load.name][name]
+            for name, answers in runs.get(load.name, {}).items():
+                found[name] += answers
         speeds = {name: [run["output_throughput"] for run in runs] for name, runs in found.items()}
         best = max(
             (name for name in rows if name in STOCK),
@@ -161,7 +163,8 @@ def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[s
                 for part in ("p50", "p99"):
                     values = [run[f"{part}_{title.lower()}_ms"] for run in found[name]]
                     line[f"{title} {part}"] = spread(values)
-            line["noise"] = max(speeds[name]) / min(speeds[name])
+            several = len(speeds[name]) > 1
+            line["noise"] = max(speeds[name]) / min(speeds[name]) if several else None
             lines.append(line)
     return lines
 
