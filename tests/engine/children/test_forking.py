@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from sipipe import layer_names
 from sipipe.cores import Core, plan_cores
 from sipipe.engine.children import forking
 from sipipe.engine.start import server
@@ -30,6 +31,7 @@ def begun(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("OMP_", "GOMP_", "KMP_")) or name in ("LD_PRELOAD", forking.METHOD):
             monkeypatch.delenv(name)
+    monkeypatch.setenv(layer_names.VARIABLE, "0")  # as if the user had set it: it stays
     cpu = type("Vllm", (), {"device": "cpu"})
     monkeypatch.setattr(forking, "installed_vllm", lambda: cpu)
     return found
@@ -64,6 +66,27 @@ def read(monkeypatch, begun):
 )
 def test_what_all_workers_of_a_plan_read(read, cores, stages, tp, variables):
     assert read(cores, ["m", "-pp", str(stages), "-tp", str(tp)]) == variables
+
+
+@pytest.mark.parametrize(
+    ("words", "set_by_user", "value"),
+    [
+        ([], None, "0"),
+        (["--pipeline-parallel-size=1", "-tp", "2"], None, "0"),
+        (["-pp", "2"], None, None),
+        ([], "1", "1"),
+        (["-pp", "many"], None, None),
+    ],
+)
+def test_layers_have_names_of_strings_in_one_stage(monkeypatch, begun, words, set_by_user, value):
+    """Workers inherit the variable, since they read it again."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delenv(layer_names.VARIABLE)
+    if set_by_user:
+        monkeypatch.setenv(layer_names.VARIABLE, set_by_user)
+    with forking.importing(["m", *words], {}, 0):
+        assert os.environ.get(layer_names.VARIABLE) == value
+    assert os.environ.get(layer_names.VARIABLE) == value
 
 
 def test_nothing_is_known_of_unbound_workers(read):

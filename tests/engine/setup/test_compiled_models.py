@@ -72,7 +72,7 @@ def test_a_compiled_model_that_others_can_have_written_is_not_loaded(monkeypatch
         return SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=load))
 
     monkeypatch.setattr(vllm_workers.torch.compiler, "load_compiled_function", load)
-    vllm_workers.use_compiled(SimpleNamespace(additional_config={}))
+    vllm_workers.use_compiled(SimpleNamespace(additional_config={}), natively=False)
     finished = vllm_workers.torch.compiler.load_compiled_function
     file = tmp_path / "model"
     file.touch(mode=0o644)

@@ -31,6 +31,7 @@ from multiprocessing import get_context, spawn, util
 from pathlib import Path
 from typing import Any
 
+from sipipe import layer_names
 from sipipe.config import SiPipeConfig
 from sipipe.core_binding import bind_threads
 from sipipe.cores import CorePlan, degrees, plan_cores, share_of, this_machine
@@ -71,10 +72,14 @@ def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> It
     """
     has_hosts = node or "hosts" in settings or any(word.endswith("ray") for word in argv)
     forks = not has_hosts and "torch" not in sys.modules and _may_begin(METHOD in os.environ)
-    needed = _needed(argv, settings) if forks else {}
+    parallel = degrees(argv) if forks else None
+    needed = _needed(parallel, settings) if parallel is not None else {}
     before = {name: os.environ.get(name) for name in needed}
     affinity = os.sched_getaffinity(0)
     _find_title()
+    if parallel is not None:
+        # They stay: vLLM in the workers reads them again.
+        os.environ.update(layer_names.variables(parallel[0]) | os.environ)
     os.environ.update(needed)
     loaded = _read_when_loaded()
     yield
@@ -138,12 +143,13 @@ def _find_title() -> None:
         titles.setthreadtitle(name)
 
 
-def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that OpenMP has to read for every worker of the engine; empty where workers differ, or
-    where the command line does not tell how many there are."""
-    parallel = degrees(argv)
-    if parallel is None:
-        return {}
+def _needed(parallel: tuple[int, int, int], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Variables that OpenMP has to read for every worker of the engine; empty where workers differ.
+
+    Args:
+        parallel: stages, ranks and replicas, as the command line has them.
+        settings: SiPipe's settings, not checked yet.
+    """
     stages, ranks, replicas = parallel
     # Faults of the settings are reported by whoever checks them, later and once.
     with suppress(SiPipeError):

@@ -22,6 +22,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.executor.multiproc_executor import set_multiprocessing_worker_envs
 
+from sipipe import layer_names
 from sipipe.engine.children.children import Child, Children
 from sipipe.engine.children.forking import begin_worker, may_fork, waiting
 from sipipe.engine.layers.cut import layer_split
@@ -95,6 +96,8 @@ class Workers:
             if may_fork(environment) and threads.cpu_lists:  # its threads are bound
                 cpus = threads.cpu_lists[local_rank]
                 begin = partial(begin_worker, len(cpus), cpus)
+            elif current_platform.is_cpu():
+                environment = layer_names.variables(setup.stages) | environment
             worker = self._children.start(
                 place.name,
                 "sipipe.worker",

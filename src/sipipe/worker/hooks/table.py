@@ -87,8 +87,9 @@ HOOKS = (
     Hook(
         caller=f"{_CPU_WORKER}.determine_available_memory",
         call="self._should_warm_up_model",
-        ours="a pass of a few tokens, where a compiled model is in the cache; no other then",
-        why="vLLM's pass has as many tokens as a batch can, and takes seconds",
+        ours="a pass of a few tokens, where a compiled model is in the cache, or one stage's pass that "
+        "compiles its launching, too; no other then",
+        why="vLLM's pass has as many tokens as a batch can, and takes seconds; it launches from Python",
         where="worker/hooks/vllm_workers.py:CPUStageWorker._should_warm_up_model",
     ),
     Hook(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from torch._inductor import config as inductor
 from torch.overrides import TorchFunctionMode
 from vllm import envs
 from vllm.config import VllmConfig
@@ -38,6 +39,12 @@ from vllm.v1.worker import gpu_worker
 from sipipe.ipc.memory import group_limit, group_used
 from sipipe.messages.stage_place import StagePlace
 from sipipe.worker.hooks.kernel_dtypes import check_dtypes
+from sipipe.worker.hooks.native_launch import (
+    FROM_PYTHON,
+    NATIVE,
+    compiles_natively,
+    may_launch_natively,
+)
 from sipipe.worker.hooks.stage_tensors import hand_on
 from sipipe.worker.hooks.world import stage_world
 
@@ -205,6 +212,8 @@ if current_platform.is_cpu():
         """One tensor-parallel rank of a stage on CPU cores."""
 
         vllm_module = cpu_worker
+        _natively: bool = False
+        """True if the launching of passes is to be compiled, too; set while the model is loaded."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Memory is counted as the engine does (:mod:`sipipe.engine.setup.kv_memory`): else vLLM
@@ -229,13 +238,16 @@ if current_platform.is_cpu():
                 self.model_runner._init_kv_zero_meta()
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
-            use_compiled(self.vllm_config)
+            assert self.place is not None, "the process places its worker before it loads"
+            self._natively = may_launch_natively(self.place.stages)
+            use_compiled(self.vllm_config, natively=self._natively)
             # vLLM 0.33 compiles its kernels before the first request; ours need no compiling.
             self.vllm_config.kernel_config.enable_jit_warmup &= HAS_TRITON
             super().load_model(*args, **kwargs)
 
         def _should_warm_up_model(self) -> bool:
-            """Say False where a pass of a few tokens has loaded the compiled model from disk.
+            """Say False where a pass of a few tokens has loaded the compiled model from disk, and where
+            another pass has compiled it (:mod:`sipipe.worker.hooks.native_launch`).
 
             vLLM's own pass has as many tokens as a batch can, and takes seconds. It also measures memory,
             so it is made where the KV cache has no size yet. It is made too where there are several
@@ -243,7 +255,12 @@ if current_platform.is_cpu():
             encoder, which the short pass would not run.
             """
             needed: bool = super()._should_warm_up_model()
-            return needed and not (self._may_load_compiled() and self._loads_compiled())
+            if not (needed and self._may_load_compiled()):
+                return needed
+            ways = (NATIVE, FROM_PYTHON) if self._natively else (FROM_PYTHON,)
+            if any(map(self._loads_compiled, ways)):
+                return False
+            return not (self._natively and compiles_natively(self.model_runner.warming_up_model))
 
         def _may_load_compiled(self) -> bool:
             """Say if a short pass can take the place of vLLM's."""
@@ -252,12 +269,14 @@ if current_platform.is_cpu():
             only_rank = get_world_group().world_size == 1
             return bool(cached and sized and only_rank and not self.model_runner.supports_mm_inputs)
 
-        def _loads_compiled(self) -> bool:
-            """Make a pass of a few tokens that loads the compiled model; False: there is none to load."""
+        def _loads_compiled(self, options: dict[str, Any]) -> bool:
+            """Make a pass of a few tokens that loads what was compiled with these ``options`` of torch's
+            inductor; False: there is none to load."""
             runner = self.model_runner
             tokens = min(FEW_TOKENS, runner.max_num_tokens)
             with (
-                suppress(Exception),  # vLLM's own pass compiles then
+                suppress(Exception),  # a pass compiles then
+                inductor.patch(options),  # vLLM's name of the file has all of them
                 patch.object(runner, "max_num_tokens", tokens),
                 patch.object(envs, "VLLM_FORCE_AOT_LOAD", True),
             ):
@@ -266,14 +285,18 @@ if current_platform.is_cpu():
             return False
 
 
-def use_compiled(config: VllmConfig) -> None:
+def use_compiled(config: VllmConfig, *, natively: bool) -> None:
     """Have this process load what was compiled for this model, these processor features and as many
     threads. Call once its threads are set.
 
     Compiled code has both built in, and torch compares neither, so they become a part of the
     configuration, from which vLLM names the file.
+
+    Args:
+        config: vLLM's configuration in this worker.
+        natively: Whether the launching is compiled, too.
     """
-    built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    built_for = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), natively]
     config.additional_config = {**config.additional_config, "compiled_for": built_for}
     load = torch.compiler.load_compiled_function
 

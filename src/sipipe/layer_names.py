@@ -1,0 +1,20 @@
+"""Names of layers, as vLLM hands them to its operators: strings or objects, by a variable that it reads
+when it is imported.
+
+As strings they can be handed by compiled code, so that torch's C++ wrapper can launch a whole pass
+(:mod:`sipipe.worker.hooks.native_launch`). As objects, vLLM's default, only Python can hand them.
+"""
+
+from __future__ import annotations
+
+VARIABLE = "VLLM_USE_LAYERNAME"
+"""vLLM's variable: 0 gives strings. A user who sets it gets what it says."""
+
+
+def variables(stages: int) -> dict[str, str]:
+    """Variables with which a CPU worker of ``stages`` stages imports vLLM, unless the user has set them.
+
+    Of several stages each has few cores, and its launching costs less than the rest: there the same
+    made no difference (docs/log.md).
+    """
+    return {VARIABLE: "0"} if stages == 1 else {}
