@@ -33,6 +33,7 @@ from sipipe.tools.provenance import machine
 CAMPAIGN = Path("build/campaign")
 MODEL = MODELS / "SmolLM2-135M-Instruct"
 HEAD = MODELS / "SmolLM2-135M-Instruct-eagle"
+INT8 = MODELS / "SmolLM2-135M-Instruct-int8"
 UNRANGED = 0.3
 """Share by which a figure without a range may differ: two starts of one engine differ by 0.29."""
 
@@ -43,7 +44,7 @@ class Benchmark(NamedTuple):
     name: str
     words: str
     """``NAME OPTIONS`` of ``python -m benchmarks.NAME OPTIONS``; MODEL stands for the model, HEAD for its
-    draft head."""
+    draft head, INT8 for the model in 8 bits."""
     results: tuple[str, ...]
     """The files that it writes and that are kept."""
     minutes: float
@@ -77,6 +78,13 @@ CAMPAIGN_OF = (
     ),
     Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 33),
     Benchmark("start", "start --pp 1,2 --repeat 1", ("start",), 12),
+    Benchmark(
+        "int8",
+        "served MODEL --int8 INT8 --rows sipipe,sipipe-one --loads short --sampling greedy "
+        "--no-rates --engines 2 --name served-int8",
+        ("served-int8",),
+        12,
+    ),
     Benchmark("timeline", "timeline MODEL", ("timeline",), 4),
     Benchmark("sampling", "sampling --only strategies", ("sampling",), 2),
     Benchmark("sampling-sizes", "sampling --only sizes", ("sampling-sizes",), 1),
@@ -239,7 +247,7 @@ def chosen(benchmarks: Sequence[Benchmark], only: str) -> list[Benchmark]:
 
 def command(benchmark: Benchmark) -> list[str]:
     """The words of a benchmark's command."""
-    places = {"MODEL": str(MODEL), "HEAD": str(HEAD)}
+    places = {"MODEL": str(MODEL), "HEAD": str(HEAD), "INT8": str(INT8)}
     module, *options = (places.get(word, word) for word in benchmark.words.split())
     return ["python", "-m", f"benchmarks.{module}", *options]
 
@@ -263,6 +271,9 @@ def measure(benchmarks: Sequence[Benchmark], folder: Path) -> list[str]:
     if "HEAD" in words and not HEAD.exists():
         train = [sys.executable, "-m", "benchmarks.make_model.eagle", str(MODEL), str(HEAD)]
         subprocess.run(train, check=True)  # wait: its own, about ten minutes; the command
+    if "INT8" in words and not INT8.exists():
+        round_it = [sys.executable, "-m", "benchmarks.make_model.int8", str(MODEL), str(INT8)]
+        subprocess.run(round_it, check=True)  # wait: its own, a minute; the command
     failed = []
     for benchmark in benchmarks:
         title = f"{benchmark.name} (about {benchmark.minutes:g} min)"

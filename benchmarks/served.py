@@ -2,11 +2,14 @@
 
     python -m benchmarks.served [MODEL] [--quick] [--engines 3] [--rows sipipe,stock,stock-one,sipipe-one]
     python -m benchmarks.served MODEL --loads short --sampling greedy,all --name served-large-vocabulary
+    python -m benchmarks.served MODEL --int8 DIRECTORY --rows sipipe,sipipe-one --no-rates --name served-int8
 
 Rows are those of ``sipipe bench``: two stages of SiPipe (``sipipe``) and of stock vLLM (``stock``), one
 stage with both cores (``stock-one``, ``sipipe-one``). All servers of a round are alive and answer every
 load in turn (:mod:`benchmarks.side_by_side`); the next round starts them in the other order, with
 other prompts. A ratio is of answers that were given side by side.
+
+``--int8``: rows of SiPipe also with the same model in 8 bits (:mod:`benchmarks.make_model.int8`).
 
 The noise is that of a set-up against itself: the largest of its answers to a load, by rounds and
 repetitions, over the smallest.
@@ -36,6 +39,8 @@ ROWS = {
     "stock-one": ["stock", "-pp", "1"],
     "sipipe-one": ["-pp", "1"],
 }
+INT8 = "-int8"
+"""Ends the name of a row whose server has the model in 8 bits."""
 STAGES = {name: options[-1] for name, options in ROWS.items()}
 STOCK = [name for name in ROWS if name.startswith("stock")]
 SHORT = "--random-input-len 16 --random-output-len 32"
@@ -50,8 +55,9 @@ RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.5, 1.0, 2.0)}
 """Requests a second: some that two cores answer at leisure, and some that they hardly can."""
 ARRIVING = {"short": 32, "chat": 16}
 """Requests of each rate."""
+OF_THE_SAME = "of the same, not in 8 bits"
 SHOWN = ["load", "sampling", "requests", "rate", "engine", "tok/s", "of stock with the same stages"]
-SHOWN += ["of stock's best", "TTFT p50", "TPOT p50", "noise"]
+SHOWN += ["of stock's best", OF_THE_SAME, "TTFT p50", "TPOT p50", "noise"]
 LIMIT = 7_200.0
 """Seconds that a round of all rows may take."""
 
@@ -69,17 +75,20 @@ def main() -> None:
     )
     add("--requests", type=int, default=64, help="at most so many at once (default: 64)")
     add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    add("--int8", default="", metavar="DIRECTORY", help="the model in 8 bits, for rows of SiPipe")
     add("--engines", type=int, default=3, help="of each row (default: 3)")
     add("--no-rates", action="store_true", help="no open arrivals")
     add("--name", default="served", help="of the result")
     args = parser.parse_args()
     model = args.model or str(make_model("llama", MODELS / "llama-bench", size="bench"))
     rows = ["sipipe", "stock"] if args.quick else args.rows.split(",")
+    if args.int8:
+        rows += [f"{name}{INT8}" for name in rows if name not in STOCK]
     loads = loads_of(args)
     rounds = []
     for number_of_round in range(1 if args.quick else args.engines):
         order = rows[::-1] if number_of_round % 2 else rows
-        servers = {name: server(model, name) for name in order}
+        servers = {name: server(model, name, args.int8) for name in order}
         seed = 1000 * number_of_round
         asked = [load for load in loads if not load.rate or not number_of_round]
         rounds.append(answered(servers, model, asked, first=seed, timeout=LIMIT))
@@ -91,16 +100,17 @@ def main() -> None:
         note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; medians and ranges; "
         "ratios of answers side by side; TTFT, TPOT: ms to the first token and between later ones; "
         "noise: the largest tok/s of a row's answers over the smallest",
-        columns=SHOWN,
+        columns=[name for name in SHOWN if args.int8 or name != OF_THE_SAME],
         file=args.name,
     )
 
 
-def server(model: str, row: str) -> dict[str, Any]:
-    """What starts one row's server."""
-    words = [model, "--max-model-len", "2048"]
+def server(model: str, row: str, int8: str) -> dict[str, Any]:
+    """What starts one row's server; all serve ``model`` by its name."""
+    served = int8 if row.endswith(INT8) else model
+    words = [served, "--served-model-name", model, "--max-model-len", "2048"]
     words += ["--dtype", "float32"] if cpu_features.slow() else []
-    return server_job(words, ROWS[row])
+    return server_job(words, ROWS[row.removesuffix(INT8)])
 
 
 def loads_of(args: argparse.Namespace) -> list[Load]:
@@ -151,12 +161,14 @@ def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[s
         )
         kind, way, count, rate = load.name.split(", ")
         for name in rows:
-            same = next((row for row in rows if row in STOCK and STAGES[row] == STAGES[name]), None)
+            stages = STAGES[name.removesuffix(INT8)]
+            same = next((row for row in rows if row in STOCK and STAGES[row] == stages), None)
             line: dict[str, Any] = {"load": kind, "sampling": way, "requests": int(count)}
             line |= {"rate": rate, "engine": name, "tok/s": spread(speeds[name])}
             for column, other in (
                 ("of stock with the same stages", same),
                 ("of stock's best", best),
+                (OF_THE_SAME, name.removesuffix(INT8) if INT8 in name else None),
             ):
                 line[column] = _ratio(speeds[name], speeds[other]) if other else None
             for title in ("TTFT", "TPOT"):

@@ -55,6 +55,10 @@ def test_ratios_are_of_answers_side_by_side():
     assert ours["of stock's best"]["median"] == pytest.approx((40 / 50 + 90 / 60) / 2)
     assert ours["noise"] == 90 / 40
     assert rows[2]["of stock's best"] == {"median": 1.0, "low": 1.0, "high": 1.0, "n": 2}
+    assert ours[served.OF_THE_SAME] is None
+    eight = {load.name: {"sipipe": [figures(40)], "sipipe-int8": [figures(50)]}}
+    rows = served.table([load], ["sipipe", "sipipe-int8"], [eight])
+    assert rows[1][served.OF_THE_SAME]["median"] == 1.25
     without = served.table([load], ["sipipe"], [{load.name: {"sipipe": [figures(1)]}}])
     assert without[0]["of stock's best"] is None
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 import zmq
+from benchmarks.make_model.int8 import make_int8
 from tests.engine import servers
 from tests.engine.engines import assert_stock, greedy, model, prompts, run_engine, shared
 
@@ -26,6 +27,9 @@ def quantized(models, method):
     path = models / f"llama-{method}"
     if path.exists():
         return path
+    if method == "int8":
+        make_int8(model(models), path)
+        return path
     shutil.copytree(model(models), path)
     file = path / "model.safetensors"
     torch.manual_seed(0)
@@ -33,8 +37,7 @@ def quantized(models, method):
     for name, weight in load_file(file).items():
         if name.endswith("_proj.weight"):
             layer = name.removesuffix("weight")
-            made = (eight if method == "compressed-tensors" else four)(weight, method)
-            weights |= {layer + part: tensor for part, tensor in made.items()}
+            weights |= {layer + part: it for part, it in four(weight, method).items()}
         else:
             weights[name] = weight
     save_file(weights, file, {"format": "pt"})
@@ -61,28 +64,9 @@ def four(weight, method):
     return made | {"qweight": words(inner // 8, out), "qzeros": middle, "g_idx": order}
 
 
-def eight(weight, method):
-    import torch
-
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
-
-
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 METHODS = {
     "awq": {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     "gptq": {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-    "compressed-tensors": {
-        "format": "int-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": INT8 | {"strategy": "channel", "dynamic": False},
-                "input_activations": INT8 | {"strategy": "token", "dynamic": True},
-            }
-        },
-    },
 }
 
 
@@ -92,14 +76,15 @@ def one_by_one():
     return [{"prompts": [p], "params": greedy(1, shortest=12, longest=12)} for p in asked]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_quantised_weights_equal_stock(models, method):
-    if method != "compressed-tensors" and cpu_features.slow():
+@pytest.mark.parametrize(
+    ("method", "stages"), [*((method, 2) for method in METHODS), ("int8", 1), ("int8", 2)]
+)
+def test_quantised_weights_equal_stock(models, method, stages):
+    if method != "int8" and cpu_features.slow():
         pytest.skip("vLLM's CPU build multiplies 4 bits with AVX-512 alone")
     path, options = quantized(models, method), {"dtype": "bfloat16"}
-    assert_stock(
-        run_engine(path, one_by_one(), **shared(2), **options), path, one_by_one(), **options
-    )
+    said = run_engine(path, one_by_one(), **shared(stages), **options)
+    assert_stock(said, path, one_by_one(), **options)
 
 
 @pytest.mark.skipif(cpu_features.slow(), reason="vLLM's CPU build has it with AVX-512 alone")
