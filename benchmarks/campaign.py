@@ -77,7 +77,7 @@ CAMPAIGN_OF = (
         8,
     ),
     Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 33),
-    Benchmark("start", "start --pp 1,2 --repeat 1", ("start",), 12),
+    Benchmark("start", "start --pp 1,2 --repeat 1", ("start",), 20),
     Benchmark(
         "int8",
         "served MODEL --int8 INT8 --rows sipipe,sipipe-one --loads short --sampling greedy "

@@ -1,8 +1,8 @@
-"""From the command to the first token: `sipipe serve` and `vllm serve` with SiPipe beside stock vLLM.
+"""From the command to the first token: both serve commands and ``LLM(...)`` with SiPipe and without.
 
     python -m benchmarks.start [--quick] [--pp 1,2] [--repeat 3]      # make bench-start
 
-Each start is a server of its own. The first of a side and degree is cold: its caches of compiled
+Each start is a server, or a script with an engine, of its own. The first of a side and degree is cold: its caches of compiled
 code are empty. The sides take turns. A phase ends when its line first comes in the server's log, or
 when the server answers; a phase's seconds are those since the one before. CPU seconds and memory
 (proportional set size) are of all processes, once the first token is there.
@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.first_token import SAID
 from benchmarks.harness import MODELS, report, spread
 from benchmarks.make_model.checkpoint import make_model
 from sipipe.cores import equal_shares, this_machine
@@ -40,7 +41,10 @@ SIDES = {
     "stock": ["vllm.entrypoints.cli.main", "serve"],
     "sipipe serve": ["sipipe", "serve"],
     "vllm serve, SiPipe": ["vllm.entrypoints.cli.main", "serve"],
+    "LLM, stock": ["benchmarks.first_token"],
+    "LLM, SiPipe": ["benchmarks.first_token"],
 }
+"""Module and command of each side. What ends with SiPipe is told to have SiPipe's executor."""
 PHASES = {
     "server": r"Initializing a V1 LLM engine|EngineCore.* (INFO|WARNING)",
     "engine": r"\(Worker.* (INFO|WARNING)",
@@ -56,7 +60,7 @@ ROLES = {
     "stage": r"Worker",
     "scheduler": r"EngineCore",
     "sampler": r"sipipe\.sampler",
-    "front end": r"api_server|vllm\S* serve|sipipe serve|engine\.server|APIServer",
+    "front end": r"api_server|vllm\S* serve|sipipe serve|engine\.server|APIServer|first_token",
 }
 
 
@@ -103,6 +107,33 @@ def server(
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def library(words: list[str], log: Path, *, stages: int, more: Mapping[str, str]) -> Iterator[int]:
+    """Process id of a script with an engine that has given its first answer; all its processes are
+    gone afterwards. ``more``: of its environment."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, "-pp", str(stages)],
+            env={**os.environ, **more},
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while SAID not in log.read_text(errors="replace"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{words[0]} did not start:\n{first_error(log)}")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -181,18 +212,20 @@ def started(side: str, stages: int, model: Path, caches: Path) -> dict[str, floa
     environment = {"VLLM_CACHE_ROOT": str(caches / "vllm"), "SIPIPE_CACHE_DIR": str(caches)}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     # Stock vLLM would bind nothing well on a machine with one NUMA node; SiPipe plans its own.
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores if side == "stock" else "auto"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores if side.endswith("stock") else "auto"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")}
-    words = [*SIDES[side], str(model), *(OURS if side.startswith("vllm") else [])]
+    words = [*SIDES[side], str(model), *(OURS if side.endswith("SiPipe") else [])]
     log = caches / f"{side} {time.time():.0f}.log"
     began = time.monotonic()
-    with (
-        stamped(log) as seen,
-        tempfile.TemporaryDirectory() as scratch,
-        server(words, log, scratch, stages=stages, more=environment) as (pid, address),
-    ):
-        seen["answers"] = time.monotonic() - began
-        complete(address)
+    with stamped(log) as seen, tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        if side.startswith("LLM"):
+            pid = running.enter_context(library(words, log, stages=stages, more=environment))
+        else:
+            pid, address = running.enter_context(
+                server(words, log, scratch, stages=stages, more=environment)
+            )
+            seen["answers"] = time.monotonic() - began
+            complete(address)
         seen["first token"] = time.monotonic() - began
         used = {f"{role} CPU s": seconds for role, seconds in spent(pid).items() if seconds}
         whole = psutil.Process(pid)
