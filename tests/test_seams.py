@@ -356,7 +356,8 @@ vllm.envs: VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
     VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES
     VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT
     VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK VLLM_FORCE_AOT_LOAD
-    VLLM_USE_AOT_COMPILE VLLM_DISABLE_COMPILE_CACHE
+    VLLM_USE_AOT_COMPILE VLLM_DISABLE_COMPILE_CACHE VLLM_USE_LAYERNAME
+vllm.utils.torch_utils: _USE_LAYERNAME
 vllm.platforms.interface:Platform: ray_device_key ray_noset_device_env_vars device_control_env_var
     additional_env_vars
 vllm.config:ModelConfig: model dtype seed runner_type logits_processors is_multimodal_model

@@ -6,10 +6,12 @@ it has NumPy twins of its kernels (:mod:`.sampler_twins`).
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from benchmarks.make_model.checkpoint import make_model
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
 from tests.engine import tiny_models
@@ -158,25 +160,46 @@ def test_compiled_stages_with_vllms_first_sampler_equal_stock(models, stages):
     assert_stock(run_engine(path, batches, **settings), path, batches)
 
 
+def compiled(path, cache, stages):
+    """An engine that keeps what it compiles in ``cache``. Its workers import vLLM themselves, as those
+    of a user's engine do, and not as a fork of this process, whose layers have objects for names."""
+    env = {"VLLM_CACHE_ROOT": str(cache), "SIPIPE_TESTS_START_ANEW": "1"}
+    return Engine(path, env=env, **shared(stages) | {"enforce_eager": False})
+
+
+def launched_natively(cache):
+    """Whether compiled code makes the calls of a pass that was compiled into ``cache``."""
+    sources = [file.read_text() for file in cache.glob("**/*.cpp")]
+    return any("inductor_entry_impl" in source for source in sources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3-moe", "falcon_h1", "gemma2"])
+def test_one_stage_of_other_kinds_that_compiled_code_launches_equals_stock(
+    models, tmp_path, family
+):
+    """Experts, recurrent layers, and two kinds of attention."""
+    path, batches = checkpoint(models, family), parity.mixed_batches()
+    with compiled(path, tmp_path, 1) as engine:
+        assert_stock(engine.run(batches), path, batches)
+    assert launched_natively(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_compiled_stages_equal_stock(models, tmp_path, stages):
     """By torch.compile, as stages are by default; another engine loads what the first compiled, by
     one short pass a stage where the first's began anew. One stage's launching is compiled, too."""
     path, batches = model(models), parity.mixed_batches()
-    settings = shared(stages) | {"enforce_eager": False}
-    # Workers import vLLM themselves, as a user's do.
-    env = {"VLLM_CACHE_ROOT": str(tmp_path), "SIPIPE_TESTS_START_ANEW": "1"}
     for loaded in (0, stages):
-        with Engine(path, env=env, **settings) as engine:
+        with compiled(path, tmp_path, stages) as engine:
             assert_stock(engine.run(batches), path, batches)
             log = engine.log.read_text()
         assert log.count("Directly load AOT compilation") == loaded
         # One to load it, with the launching and without, and one to compile it.
         tries = loaded or {1: 3, 2: 4}[stages]
         assert log.count("Warming up model for the compilation") == tries
-        sources = [file.read_text() for file in tmp_path.glob("**/*.cpp")]
-        assert any("inductor_entry_impl" in source for source in sources) == (stages == 1)
+        assert launched_natively(tmp_path) == (stages == 1)
 
 
 def mapped_channels(engine):
@@ -216,7 +239,8 @@ def checkpoint(models, family):
     """One of :mod:`.tiny_models`, written once."""
     path = models / family
     if not path.exists():
-        getattr(tiny_models, f"make_{family}")(path)
+        make = getattr(tiny_models, f"make_{family}", partial(make_model, family))
+        make(path)
     return path
 
 
