@@ -4,14 +4,28 @@ Every message is one line that names the option, file or process and says what t
 ours is an ``AssertionError`` instead.
 """
 
+import errno
 import sys
 from contextlib import suppress
 
+_REMEDIES = {
+    errno.EMFILE: "let a process have more open files (ulimit -n)",
+    errno.EFBIG: "let a process write larger files (ulimit -f)",
+    errno.ENOMEM: "free memory, or let a process have more (ulimit -v)",
+}
+"""What to do where the kernel says no more than which limit was reached."""
+
 
 def one_line(error: BaseException) -> str:
-    """The message of ``error`` in one line, as a part of messages; of one without a message its type's
-    name."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message of ``error`` in one line, as a part of messages, with a remedy where a limit was
+    reached; of one without a message its type's name."""
+    return (" ".join(str(error).split()) or type(error).__name__) + remedy(error)
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about ``error``, as the end of its message; nothing where no limit was reached."""
+    number = error.errno if isinstance(error, OSError) else None
+    return f": {_REMEDIES[number]}" if number in _REMEDIES else ""
 
 
 def tell(line: object) -> None:

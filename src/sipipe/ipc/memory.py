@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from sipipe.control_groups import control_groups
-from sipipe.errors import ResourceError
+from sipipe.errors import ResourceError, remedy
 from sipipe.ipc.errors import PeerDiedError
 from sipipe.linux import memfd_create
 
@@ -77,7 +77,8 @@ class SharedMemory:
                 raise
         except OSError as error:
             raise ResourceError(
-                f"channel {channel}: cannot get {size:,} bytes of shared memory ({error.strerror})"
+                f"channel {channel}: cannot get {size:,} bytes of shared memory "
+                f"({error.strerror}){remedy(error)}"
             ) from None
         identity = secrets.token_bytes(_IDENTITY_BYTES)
         os.pwrite(fd, identity, 0)

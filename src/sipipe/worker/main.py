@@ -34,7 +34,7 @@ from vllm.utils.import_utils import import_pynvml
 from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from sipipe.errors import DamagedError, WorkerDiedError
+from sipipe.errors import DamagedError, WorkerDiedError, remedy
 from sipipe.gpu_slices import find_gpus_of_slices
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.exit_now import exit_now, no_collections
@@ -278,7 +278,7 @@ class Main:
             raise  # another stage's worker has died, which is no fault of the call's, and ends this one
         except Exception as error:
             logger.exception("worker %s failed in a call", self._boot.place.name)
-            reply = Reply(call=number, error=str(error) or repr(error))
+            reply = Reply(call=number, error=(str(error) or repr(error)) + remedy(error))
         finally:
             self._call = ""
         if answers:
