@@ -37,7 +37,7 @@ POINTS = {
     "hand on": ("sipipe.worker.publisher:Publisher", "_do"),
     "spread": ("sipipe.worker.projection.projection:SharedProjection", "columns"),
     "rows": ("sipipe.worker.projection.thread:ProjectionThread", "_do"),
-    "product": ("tests.faults.stand_in:Shard", "whole"),
+    "product": ("tests.faults.stand_in:Shard", "multiply"),
     "load blocks": ("tests.engine.shelf:Shelf", "start_load_kv"),
     "store blocks": ("tests.engine.shelf:Shelf", "wait_for_save"),
     "say what moved": ("tests.engine.shelf:Shelf", "get_finished"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 from itertools import chain
 from random import Random
@@ -10,6 +11,7 @@ import pytest
 from tests.engine.forks import Forked
 from tests.faults import bombs, session_soak, soak, suite, week
 from tests.faults.kinds import KINDS
+from tests.faults.plan import POINTS
 from tests.faults.suite import BAD, KEPT, STREAMS, page
 from tests.hosts import why_not
 
@@ -24,6 +26,13 @@ FEW = (
     "a sampler is killed, KV blocks fail and are computed",
     "another host's agent is killed",
 )
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_faults_are_put_in_at_functions_that_are_there(point):
+    """A kind draws one of its points for each engine; a few faults do not come to all."""
+    owner, function = POINTS[point]
+    assert callable(getattr(pkgutil.resolve_name(owner), function))
 
 
 @pytest.mark.ci
