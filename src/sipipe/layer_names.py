@@ -14,7 +14,6 @@ VARIABLE = "VLLM_USE_LAYERNAME"
 def variables(stages: int) -> dict[str, str]:
     """Variables with which a CPU worker of ``stages`` stages imports vLLM, unless the user has set them.
 
-    Of several stages each has few cores, and its launching costs less than the rest: there the same
-    made no difference (docs/log.md).
+    With several stages there are none: launching by compiled code made no difference there (docs/log.md).
     """
     return {VARIABLE: "0"} if stages == 1 else {}

@@ -97,6 +97,7 @@ class Workers:
                 cpus = threads.cpu_lists[local_rank]
                 begin = partial(begin_worker, len(cpus), cpus)
             elif current_platform.is_cpu():
+                # A fork has imported vLLM already, and keeps the names that it has.
                 environment = layer_names.variables(setup.stages) | environment
             worker = self._children.start(
                 place.name,

@@ -3,8 +3,8 @@
 An engine has measured nothing when its first prompt comes. Ratios of prices hardly change from one
 start to the next, and those that :func:`.usual` computes from a model's sizes are wrong by what a
 machine's attention is slower than its products: three times on a CPU with AVX-512, measured in
-bfloat16 (0.15 to 0.18 for 0.52 TFLOP/s of a core). So an engine keeps what it
-has measured, by machine and model, and the next one begins with the ratios.
+bfloat16 (0.15 to 0.18 for 0.52 TFLOP/s of a core). So an engine keeps what it has measured, by machine
+and model, and the next one begins with the ratios.
 
 Who runs here: the engine's thread reads, once, before it serves. It never writes: a home directory
 on a network can hang, and prices only save time. A thread writes that ends with its file.
