@@ -13,7 +13,7 @@ _REMEDIES = {
     errno.EFBIG: "let a process write larger files (ulimit -f)",
     errno.ENOMEM: "free memory, or let a process have more (ulimit -v)",
 }
-"""What to do where the kernel says no more than which limit was reached."""
+"""Remedies, by the number of an error for which the kernel says no more than that a limit was reached."""
 
 
 def one_line(error: BaseException) -> str:
@@ -23,7 +23,7 @@ def one_line(error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about ``error``, as the end of its message; nothing where no limit was reached."""
+    """The end of a message about ``error``: what to do where a limit was reached, else nothing."""
     number = error.errno if isinstance(error, OSError) else None
     return f": {_REMEDIES[number]}" if number in _REMEDIES else ""
 
