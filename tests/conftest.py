@@ -76,7 +76,9 @@ def own_filters() -> Iterator[None]:
 @pytest.fixture
 def caplog(caplog, monkeypatch):
     """pytest's, which hears the loggers of vLLM and of SiPipe, too: they hand nothing to the root logger,
-    and the first configuration of a process sets them up anew, without a handler added before."""
+    the first configuration of a process sets them up anew, without a handler added before, and a command
+    that ran in this process may have silenced them (``sipipe generate``)."""
+    caplog.set_level(logging.INFO, logger="vllm")
     call_handlers = logging.Logger.callHandlers
 
     def call_these_and_ours(logger, record) -> None:

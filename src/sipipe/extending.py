@@ -22,13 +22,12 @@ def extends(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[.
 
     Args:
         owner: the class that has the method, or inherits it.
-        name: the method's name. A class method stays one.
+        name: the method's name. A class method stays one, and a property that is only read, too.
     """
 
     def put(extension: Callable[..., Any]) -> Callable[..., Any]:
         attribute = inspect.getattr_static(owner, name)
-        of_class = isinstance(attribute, classmethod)
-        method = attribute.__func__ if of_class else attribute
+        method, kind = _function_of(attribute)
         if getattr(method, MARK, False):
             return extension
 
@@ -37,7 +36,17 @@ def extends(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[.
             return extension(method, *args, **kwargs)
 
         setattr(extended, MARK, True)
-        setattr(owner, name, classmethod(extended) if of_class else extended)
+        setattr(owner, name, kind(extended))
         return extension
 
     return put
+
+
+def _function_of(attribute: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The function behind a class's attribute, and what makes such an attribute of a function."""
+    if isinstance(attribute, classmethod):
+        return attribute.__func__, classmethod
+    if isinstance(attribute, property):
+        assert attribute.fget is not None
+        return attribute.fget, property
+    return attribute, lambda function: function

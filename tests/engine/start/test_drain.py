@@ -4,11 +4,20 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from sipipe.engine.start.drain import EndedFirstError, drain_though_paused, tell_left_over
+from sipipe.engine.start.drain import (
+    EndedFirstError,
+    drain_though_paused,
+    is_ending,
+    tell_left_over,
+    telling_of_the_end,
+)
+from sipipe.engine.start.new_requests import check_new_requests
 
 
 class Engine(EngineCoreProc):
@@ -51,9 +60,11 @@ def mended(monkeypatch):
     # Another is put in its place, and goes with this fixture.
     own = EngineCoreProc._handle_shutdown  # noqa: SLF001
     monkeypatch.setattr(EngineCoreProc, "_handle_shutdown", own)
-    monkeypatch.setattr(AsyncLLM, "shutdown", AsyncLLM.shutdown)
+    for name in ("shutdown", "dead_error", "add_request"):
+        monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     drain_though_paused()
     tell_left_over()
+    check_new_requests()
 
 
 @pytest.mark.parametrize("state", PauseState)
@@ -77,20 +88,63 @@ def test_without_time_vllm_aborts_them():
     assert engine.sent == ["r"]
 
 
-@pytest.mark.parametrize("errored", [False, True])
-def test_who_still_waits_when_the_engine_has_ended_is_told(errored):
-    told = []
+class Client(AsyncLLM):
+    """What vLLM's and SiPipe's ends of an ``AsyncLLM`` look at, without an engine."""
+
+    def __init__(self, handler, dead=False):
+        self.told = []
+        self.output_handler = handler
+        self.output_processor = SimpleNamespace(propagate_error=self.told.append)
+        self.engine_core = SimpleNamespace(
+            resources=SimpleNamespace(engine_dead=dead, engine_manager=None),
+            shutdown=lambda timeout: None,
+        )
+
+
+def ended(dead=False):
+    """A client that has ended, in the server's way."""
 
     async def end():
-        asked = asyncio.get_running_loop().create_future()
-        client = SimpleNamespace(
-            output_handler=asked,
-            errored=errored,
-            output_processor=SimpleNamespace(propagate_error=told.append),
-        )
-        await asyncio.to_thread(AsyncLLM.shutdown, client)  # the server's way
+        client = Client(asyncio.get_running_loop().create_future(), dead)
+        assert not is_ending(client)
+        await asyncio.to_thread(client.shutdown)
         await asyncio.sleep(0)
+        return client
 
-    asyncio.run(end())
-    assert [type(error) for error in told] == ([] if errored else [EndedFirstError])
-    assert all(error.http_status == 503 and "has ended" in error.message for error in told)
+    return asyncio.run(end())
+
+
+def test_who_still_waits_when_the_engine_has_ended_is_told():
+    (error,) = ended().told
+    assert type(error) is EndedFirstError
+    assert error.http_status == 503
+    assert "has ended" in error.message
+
+
+def test_who_comes_later_is_told_too():
+    """By the server's look at the engine, by the engine's, and by a step that fails on the way."""
+    client = ended()
+    assert is_ending(client)
+    assert type(client.dead_error) is EndedFirstError
+    with pytest.raises(EndedFirstError):
+        asyncio.run(client.add_request("a", [1], SamplingParams()))
+    with pytest.raises(EndedFirstError), telling_of_the_end(client):
+        raise OSError("the socket is closed")
+
+
+def test_clients_of_an_engine_that_has_ended_by_itself_are_told_by_vllm():
+    client = ended(dead=True)
+    assert client.told == []
+    assert not is_ending(client)
+    assert type(client.dead_error) is EngineDeadError
+    with pytest.raises(EngineDeadError):
+        asyncio.run(client.add_request("a", [1], SamplingParams()))
+    with pytest.raises(OSError, match="closed"), telling_of_the_end(client):
+        raise OSError("the socket is closed")
+
+
+def test_a_client_that_nobody_has_asked_ends_too():
+    client = Client(None)
+    client.shutdown()
+    assert is_ending(client)
+    assert client.told == []

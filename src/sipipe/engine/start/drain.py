@@ -1,13 +1,16 @@
 """Requests that an engine has when it is told to end: they end first, or their clients are told why not.
 
-vLLM drains an engine for ``--shutdown-timeout``, with two holes. A paused engine counts as an idle one
-and ends at once, with all that it holds. And whoever still waits when the engine has ended waits for
-ever, as vLLM stops listening to the engine: its server then waits for that client.
+vLLM drains an engine for ``--shutdown-timeout``, with three holes. A paused engine counts as an idle one
+and ends at once, with all that it holds. Whoever still waits when the engine has ended waits for ever,
+as vLLM stops listening to the engine: its server then waits for that client. And who comes a moment
+later, as from a tokenizer, is told of an engine that "encountered an issue" (status 500).
 
 Who runs here: :func:`drain_though_paused` is for the engine's process, on its thread;
 :func:`tell_left_over` for the process with the ``AsyncLLM``, on its event loop's thread.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -34,12 +37,35 @@ class EndedFirstError(GracefulHTTPError):
 
 
 def is_ending(client: Any) -> bool:
-    """Say if the engine of this ``AsyncLLM`` lives and was told to end. One that is shared with other
-    API servers cannot know."""
-    if client is None or client.errored:
+    """Say if the engine of this ``AsyncLLM`` was told to end, and did not end by itself before. One that
+    is shared with other API servers knows it when its own server ends."""
+    if client is None:
+        return False
+    if has_ended(client):
+        return True
+    if client.errored:
         return False
     manager = client.engine_core.resources.engine_manager
     return manager is not None and bool(manager.manager_stopped.is_set())
+
+
+def has_ended(client: Any) -> bool:
+    """Say if this ``AsyncLLM`` has ended because it was told to."""
+    return getattr(client, "_sipipe_told_to_end", False)
+
+
+@contextmanager
+def telling_of_the_end(client: Any) -> Iterator[None]:
+    """Raise EndedFirstError where what is done with ``client``, an ``AsyncLLM``, fails as it has ended.
+
+    It is shut down on another thread than its event loop's: each step may be the first that fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        if has_ended(client):
+            raise EndedFirstError from error
+        raise
 
 
 def drain_though_paused() -> None:
@@ -69,16 +95,25 @@ def _resume(engine: Any) -> None:
 
 
 def tell_left_over() -> None:
-    """Have the end of an ``AsyncLLM`` tell those who still wait for it: :class:`EndedFirstError`, which the
-    server answers with 503. Safe to call again."""
+    """Have the end of an ``AsyncLLM`` tell those who still wait for it, and who comes later:
+    :class:`EndedFirstError`, which the server answers with 503. Safe to call again."""
 
     @extends(AsyncLLM, "shutdown")
     def shutdown_and_tell(shutdown: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        handler = getattr(self, "output_handler", None)
-        if handler is None or self.errored:  # nobody has asked, or all have been told
+        # vLLM also ends one whose start has failed, without an engine yet.
+        if getattr(self, "engine_core", None) is None or self.errored:  # all have been told
             shutdown(self, *args, **kwargs)
             return
+        self._sipipe_told_to_end = True
         shutdown(self, *args, **kwargs)
+        handler = getattr(self, "output_handler", None)
+        if handler is None:  # nobody has asked
+            return
         loop = handler.get_loop()
         if not loop.is_closed():
             loop.call_soon_threadsafe(self.output_processor.propagate_error, EndedFirstError())
+
+    @extends(AsyncLLM, "dead_error")
+    def dead_error(error: Any, self: Any) -> BaseException:
+        """Raised by vLLM where it looks before it asks the engine."""
+        return EndedFirstError() if has_ended(self) else error(self)

@@ -29,6 +29,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from sipipe.engine.start.drain import telling_of_the_end
 from sipipe.extending import extends
 
 
@@ -46,14 +47,14 @@ def check_new_requests() -> None:
         if not isinstance(request_id, str):  # an ``LLMEngine`` looks
             raise TypeError(f"request_id must be a string, got {type(request_id)}")
         if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-            with _telling_what_has_no_bytes(params):
+            with telling_of_the_end(self), _telling_what_has_no_bytes(params):
                 return await add(self, request_id, prompt, params, *args, **kwargs)
         # vLLM knows the id once the prompt is tokenized; another request may come before that.
         coming = self.__dict__.setdefault("_sipipe_coming_ids", set())
         _check_id(self, request_id, coming)
         coming.add(request_id)
         try:
-            with _telling_what_has_no_bytes(params):
+            with telling_of_the_end(self), _telling_what_has_no_bytes(params):
                 return await add(self, request_id, prompt, params, *args, **kwargs)
         finally:
             coming.discard(request_id)
