@@ -8,15 +8,19 @@ from vllm.v1.request import RequestStatus
 
 from sipipe.engine.iteration.work import Work
 from sipipe.engine.scheduling import speculation as module
+from sipipe.engine.scheduling.ahead_speculation import AheadSpeculation
 from sipipe.engine.scheduling.speculation import (
     KV_RESERVE,
     LEAST_WORTH,
     LOSS,
     MARGIN,
+    RATE,
     UNKNOWN_PRICE,
     HeadSpeculation,
+    NoSpeculation,
     Speculation,
 )
+from sipipe.engine.scheduling.speculations import speculation
 from sipipe.messages.step import Step
 
 
@@ -46,6 +50,7 @@ class Scheduler:
         self.structured_output_manager = None
         self.told = {}
         self.iterations = SimpleNamespace(drafts=lambda: flying)
+        self.waits_for_drafts = False
 
     def request(self, name, length):
         return SimpleNamespace(
@@ -53,6 +58,8 @@ class Scheduler:
             spec_token_ids=list(range(length)),
             max_tokens=100,
             num_output_tokens=10,
+            output_token_ids=[7] * 10,
+            num_output_placeholders=0,
             structured_output_request=None,
             status=RequestStatus.RUNNING,
         )
@@ -354,3 +361,101 @@ def test_chances_are_those_of_each_draft_behind_right_ones():
     assert steps(0.2) == 2
     assert steps(0.3) == 1
     assert steps(0.9) == 1
+
+
+def ahead(*lengths, **options):
+    """An engine that schedules ahead of the tokens, where a row costs 0.1 of a token's chance."""
+    scheduler = Scheduler(*lengths, **options)
+    speculation = AheadSpeculation(scheduler, controller(0.1 / MARGIN))
+    speculation.fit()
+    return scheduler, speculation
+
+
+def came(scheduler, speculation, tokens, proposed=None):
+    """An iteration without drafts came back: each request's token, and what is proposed behind it."""
+    for name, token in tokens.items():
+        scheduler.requests[name].output_token_ids.append(token)
+        scheduler.requests[name].num_output_placeholders = int(not scheduler.waits_for_drafts)
+    speculation.take(
+        SimpleNamespace(
+            number=1,
+            output=SimpleNamespace(scheduled_spec_decode_tokens={}),
+            work=Work(step=Step(1), sampled=list(tokens)),
+            outcome=SimpleNamespace(
+                errors={}, drafts=dict(proposed or {}), drawn=dict.fromkeys(tokens, 1)
+            ),
+        )
+    )
+    speculation.fit()
+
+
+def test_slots_wait_for_drafts_until_they_gain_less_than_scheduling_ahead():
+    scheduler, speculation = ahead(3)
+    assert set(scheduler.dynamic_sd_lookup) == {0}, "vLLM counts none before they are there"
+    assert scheduler.waits_for_drafts
+    assert scheduler.lengths == [3]
+    waited = 0
+    while scheduler.waits_for_drafts:
+        waited += 1
+        came(scheduler, speculation, {"0": 5})
+    assert waited < 3 / RATE
+    scheduler.running[0].spec_token_ids = [1, 2]
+    speculation.fit()
+    assert scheduler.lengths == [0], "one that was not overtaken"
+
+
+def test_overtaken_drafts_are_compared_with_the_tokens_that_came_in_their_place():
+    """Each fourth token is 1, and 2, 3, 4 come behind it. One time all are foreseen, then one is."""
+    scheduler, speculation = ahead(0)
+    text = [1, 2, 3, 4] * 40
+    for place in range(60):
+        came(scheduler, speculation, {"0": text[place]})
+    assert not scheduler.waits_for_drafts
+    came(scheduler, speculation, {"0": text[60]}, {"0": text[61:64]})
+    assert scheduler.told == {}, "they come too late"
+    assert not scheduler.waits_for_drafts
+    for place in range(61, 64):
+        came(scheduler, speculation, {"0": text[place]})
+    assert scheduler.waits_for_drafts, "three of three, and each row costs a tenth"
+    scheduler, speculation = ahead(0)
+    for place in range(160):
+        wrong = [text[(place + 1) % 4], 9, 9, 9, 9, 9, 9, 9, 9, 9]
+        came(scheduler, speculation, {"0": text[place]}, {"0": wrong})
+    assert not scheduler.waits_for_drafts, "one of ten, which costs as much as it brings"
+
+
+def test_drafts_that_gain_are_waited_for_from_then_on():
+    scheduler, speculation = ahead(0, 0)
+    for number in range(400):
+        verify(speculation, number, offers=2, **{"0": 2, "1": 0})
+        speculation.fit()
+        assert scheduler.waits_for_drafts, "0.8 tokens of each pass"
+    for number in range(400):
+        verify(speculation, number, offers=2, **{"0": 0, "1": 0})
+        speculation.fit()
+    assert not scheduler.waits_for_drafts
+
+
+def test_requests_that_have_left_are_not_followed():
+    scheduler, speculation = ahead(*[0] * 4, seats=2)
+    speculation._gain = 0.0  # noqa: SLF001
+    speculation.fit()
+    for name in "0123":
+        came(scheduler, speculation, {name: 1}, {name: [1, 1]})
+        if name in "01":
+            del scheduler.requests[name]
+    assert set(speculation._overtaken) <= {"2", "3"}  # noqa: SLF001
+
+
+def test_an_engine_has_the_drafts_that_its_scheduler_can_take():
+    config = SimpleNamespace(additional_config={})
+
+    def kind(**attributes):
+        scheduler = Scheduler()
+        vars(scheduler).update({"vllm_config": config, "head_drafts": None, **attributes})
+        return type(speculation(scheduler, None))
+
+    assert kind(rows=0) is NoSpeculation
+    assert kind() is kind(ahead=0) is Speculation
+    assert kind(ahead=1) is AheadSpeculation
+    assert kind(head_drafts=HeadDrafts()) is HeadSpeculation

@@ -27,6 +27,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from sipipe.engine.iteration.admission import REFUSED
+from sipipe.engine.scheduling.ahead_speculation import AheadSpeculation
 from sipipe.engine.scheduling.scheduler import AsyncPipelineScheduler, PipelineScheduler
 
 BLOCKS = 40
@@ -117,11 +118,12 @@ def test_an_id_that_is_used_again_gets_none_of_the_tokens_of_the_first(engine, s
     assert engine.tokens["s"][drawn:] == continued(prompt, 4)
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("length", range(1, 9))
-def test_a_turn_that_stops_at_a_draft_goes_on_as_without_drafts(configs, length):  # noqa: F811
+def test_a_turn_that_stops_at_a_draft_goes_on_as_without_drafts(configs, scheduler, length):  # noqa: F811
     """The draft is computed, as a token that was drawn is not; the session goes on without either."""
     config = configs(2, speculative_config=DRAFTS)
-    engine = WholeEngine(PipelineScheduler, config, blocks=BLOCKS, drafts=4)
+    engine = WholeEngine(scheduler, config, blocks=BLOCKS, drafts=4)
     text = engine.turn("s", 10, 20, stops=[length % 7])
     engine.run()
     drawn = until(continued(text, 20), [length % 7])
@@ -130,6 +132,20 @@ def test_a_turn_that_stops_at_a_draft_goes_on_as_without_drafts(configs, length)
     text += engine.turn("s", length, 4)
     engine.run()
     assert engine.tokens["s"][len(drawn) :] == continued(text, 4)
+
+
+@pytest.mark.parametrize("every", range(1, 8))
+def test_slots_that_cease_to_wait_for_drafts_wait_for_those_that_are_verified(configs, every):  # noqa: F811
+    """How many are right decides where a sequence goes on, and nothing is scheduled before that."""
+    config = configs(2, speculative_config=DRAFTS)
+    engine = WholeEngine(AsyncPipelineScheduler, config, blocks=BLOCKS, drafts=4)
+    texts = {f"r{number}": engine.add(f"r{number}", 3 + number, 24) for number in range(4)}
+    for gain in [1e3, -1e3] * 40:
+        speculation_of(engine)._gain = gain  # noqa: SLF001
+        engine.steps(every)
+    engine.run()
+    for name, request in texts.items():
+        assert engine.tokens[name] == continued(request.prompt_token_ids, 24)
 
 
 # -- sessions that are preempted, and blocks that they hold between their turns --------------------
@@ -376,6 +392,12 @@ class Clients(RuleBasedStateMachine):
     def reset_prefix_cache(self):
         assert self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
+    @precondition(lambda self: isinstance(speculation_of(self.engine), AheadSpeculation))
+    @rule(gain=st.sampled_from([-1e3, 1e3]))
+    def have_drafts_gain(self, gain):
+        """So that slots wait for drafts, or are scheduled ahead of them, from now on."""
+        speculation_of(self.engine)._gain = gain  # noqa: SLF001
+
     @rule(count=st.integers(1, 6))
     def step(self, count):
         self.engine.steps(count)
@@ -432,6 +454,10 @@ class Clients(RuleBasedStateMachine):
                 assert engine.tokens[id] == tokens
 
 
+def speculation_of(engine):
+    return engine.scheduler._speculation  # noqa: SLF001
+
+
 def random_clients(**attributes):
     case = type("Case", (Clients,), attributes).TestCase
     case.settings = settings(
@@ -451,11 +477,11 @@ def test_random_clients_leave_an_engine_whole(configs, scheduler, blocks):  # no
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("blocks", [BLOCKS, FEW])
-def test_random_clients_get_the_same_tokens_with_drafts(configs, blocks):  # noqa: F811
-    """An engine with drafts is not ahead."""
+def test_random_clients_get_the_same_tokens_with_drafts(configs, scheduler, blocks):  # noqa: F811
     config = configs(2, speculative_config=DRAFTS)
-    random_clients(scheduler=PipelineScheduler, config=config, blocks=blocks, drafts=4)
+    random_clients(scheduler=scheduler, config=config, blocks=blocks, drafts=4)
 
 
 @pytest.mark.ci

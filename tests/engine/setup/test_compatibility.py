@@ -332,7 +332,8 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"speculative_config": drafts()}, "drafts"),
+        ({"speculative_config": drafts()}, ""),
+        ({"speculative_config": head()}, "a draft head"),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"aux_output_config__enabled": True}, "--enable-return-routed-experts"),
         ({"model_config__runner_type": "pooling"}, "pooling"),

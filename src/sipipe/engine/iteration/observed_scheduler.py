@@ -30,7 +30,7 @@ from sipipe.engine.scheduling.compilations import (
 )
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
-from sipipe.engine.scheduling.speculation import speculation
+from sipipe.engine.scheduling.speculations import speculation
 from sipipe.engine.setup.compatibility import device_may_draw
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase

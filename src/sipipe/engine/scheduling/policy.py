@@ -121,6 +121,11 @@ class SlotPolicy:
         """Prices of a microbatch's parts on the slowest stage."""
         return self.controller.prices()
 
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next visit is of."""
+        return self._visits % self.slots
+
     def follow(self, running: Collection[Any]) -> list[Any]:
         """Forget the sequences that left.
 
@@ -160,7 +165,7 @@ class SlotPolicy:
             kv_free: Free share of the KV cache, 0 to 1.
         """
         last = self._slot
-        slot = self._visits % self.slots
+        slot = self.next_slot
         self._visits += 1
         self._slot = slot
         members = self._look(slot, look)

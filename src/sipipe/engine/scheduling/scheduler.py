@@ -24,13 +24,16 @@ only the evenness suffers. Runs in the EngineCore process, on its main thread on
 :class:`AsyncPipelineScheduler` is one call ahead of that: the queue is one longer, and call i is made
 while the batch of call i - m may be out. vLLM's :class:`AsyncScheduler` counts the token that is still to
 come. Nobody waits for this scheduler then, but for the tokens alone
-(:meth:`sipipe.engine.iteration.iterations.Iterations.begin`).
+(:meth:`sipipe.engine.iteration.iterations.Iterations.begin`). A slot can wait for its drafts all the same:
+the call is then made for no tokens, after which EngineCore takes the oldest batch in, and the slot has the
+next call.
 """
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import envs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -49,6 +52,14 @@ from sipipe.engine.setup.derived import settings_of
 
 NEVER = sys.maxsize
 """A step that does not come: a request that is eligible from it on waits for its slot's visit."""
+
+
+class Out(NamedTuple):
+    """A batch with tokens whose result has not been taken in."""
+
+    slot: int
+    verifies: bool
+    """True if it has drafts: how many are right is not known before its result."""
 
 
 class PipelineScheduler(Scheduler):
@@ -99,8 +110,8 @@ class PipelineScheduler(Scheduler):
         self._hurries = False
         """True if a batch came back right after an empty visit, or is still out: the engine's loop must
         not pause (:meth:`has_requests`)."""
-        self._out = 0
-        """Batches with tokens that are out."""
+        self._out: deque[Out] = deque()
+        """Batches with tokens that are out, in order."""
         self.slot = 0
         """Slot of the microbatch scheduled last."""
         self.turn = 0
@@ -112,6 +123,8 @@ class PipelineScheduler(Scheduler):
         """One microbatch: the members of the slot whose turn it is, and a share of the prefill."""
         if self._policy.slots == 1:
             return super().schedule(throttle_prefills)
+        if self._turn_waits():
+            return self._schedule_nothing(throttle_prefills)
         plan = self._visit()
         decode_tokens = self._let_in(plan)
         # vLLM's own limits, lowered for this call alone.
@@ -135,7 +148,24 @@ class PipelineScheduler(Scheduler):
         self._empty = total == 0
         self._hurries = False
         if total:
-            self._out += 1
+            self._out.append(Out(plan.slot, bool(output.scheduled_spec_decode_tokens)))
+        return output
+
+    def _turn_waits(self) -> bool:
+        """Say if the slot's turn is put off by a call: never, its last batch has been taken in."""
+        return False
+
+    def _schedule_nothing(self, throttle_prefills: bool) -> SchedulerOutput:
+        """Make a batch without tokens, which is no visit of a slot. EngineCore waits for the oldest
+        batch after it, and calls again."""
+        most_tokens = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = 0
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = most_tokens
+        self._empty = True
+        self._hurries = False
         return output
 
     def update_from_output(
@@ -147,9 +177,9 @@ class PipelineScheduler(Scheduler):
             scheduler_output, model_runner_output
         )
         ran = scheduler_output.total_num_scheduled_tokens > 0
-        if ran:
-            self._out -= 1
-        self._hurries = self._empty and (ran or self._out > 0)
+        if ran and self._out:  # of one slot, none is counted
+            self._out.popleft()
+        self._hurries = self._empty and (ran or bool(self._out))
         self._empty = False  # later results belong to other steps
         return outputs
 
@@ -311,6 +341,17 @@ class PipelineScheduler(Scheduler):
 class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
     """Schedules a slot's next microbatch while its last may be out (see the module's text). Only
     SiPipe's engine sets it, where it is ahead: the user has no reason to name it."""
+
+    waits_for_drafts = False
+    """True if a slot's turn waits for the tokens of its last one, and the drafts behind them."""
+
+    def _turn_waits(self) -> bool:
+        # A batch that verifies is waited for in any case. Where its sequences go on is known when it is
+        # in: scheduled before, they would have positions behind drafts that may have been wrong.
+        slot = self._policy.next_slot
+        return any(
+            batch.slot == slot and (self.waits_for_drafts or batch.verifies) for batch in self._out
+        )
 
 
 def _pending_tokens(request: Request) -> int:

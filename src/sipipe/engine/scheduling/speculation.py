@@ -33,7 +33,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from sipipe.best_effort import BestEffort
 from sipipe.engine.scheduling.forced import ForcedTokens
-from sipipe.engine.setup.derived import settings_of
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
@@ -205,8 +204,11 @@ class Speculation(NoSpeculation):
     def _is_next(self, request_id: str, number: int) -> bool:
         """Say if the tokens of iteration ``number`` are the last that the request has."""
         request: Request | None = self._scheduler.requests.get(request_id)
-        running = request is not None and request.status == RequestStatus.RUNNING
-        return running and bool(self._scheduler.tracker.is_last(number, request_id))
+        if request is None or request.status != RequestStatus.RUNNING:
+            return False
+        if request.num_output_placeholders:  # it is scheduled once more, ahead of these tokens
+            return False
+        return bool(self._scheduler.tracker.is_last(number, request_id))
 
 
 class HeadSpeculation(Speculation):
@@ -318,12 +320,3 @@ def _level(lengths: list[int], room: int) -> int:
     while most and sum(min(length, most) for length in lengths) > room:  # bound: `most`
         most -= 1
     return most
-
-
-def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoSpeculation:
-    """The kind of speculation that this engine has."""
-    if not scheduler.rows:
-        return NoSpeculation()
-    config = settings_of(scheduler.vllm_config)
-    kind = Speculation if scheduler.head_drafts is None else HeadSpeculation
-    return kind(scheduler, controller, config.microbatches.tpot_target_ms / 1e3)

@@ -122,7 +122,7 @@ def schedules_ahead(vllm_config: VllmConfig, requested: bool | None) -> int:
     if scheduler is not None:
         _check_scheduler(scheduler)
     against = {
-        "drafts, which come with the tokens": vllm_config.speculative_config is not None,
+        "a draft head": head_of(vllm_config) is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "pooling models": vllm_config.model_config.runner_type == "pooling",

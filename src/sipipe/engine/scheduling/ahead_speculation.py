@@ -1,0 +1,118 @@
+"""Drafts in an engine that schedules ahead of the tokens: the one or the other, whatever gains more.
+
+A draft stands behind a token that has to be known when the draft is scheduled, and a microbatch that is
+scheduled ahead is made before that. So a slot's turn either waits for its tokens, and may verify drafts,
+or comes too early for them. Which of the two is better follows from what drafts gain, and that is known
+in both cases: samplers propose all the time, and drafts that were overtaken are compared with the
+tokens that came in their place.
+
+Rejected: never to schedule ahead where drafts may come. With 32 requests at once and two stages, text
+that repeats little lost 3 to 5 % of its tokens by that, though hardly a draft was verified (docs/log.md).
+Rejected: to schedule ahead as if all drafts were right, as vLLM does where they stay on the device. The
+stages would have to be told afterwards where each sequence goes on.
+
+Who runs here: the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sipipe.engine.scheduling.speculation import RATE, Speculation
+
+if TYPE_CHECKING:
+    from sipipe.engine.iteration.iteration import Iteration
+    from sipipe.engine.scheduling.concurrency import ConcurrencyController
+
+WAITING = 0.03
+"""Tokens, of each one, that a pipeline loses where its slots wait for their tokens: 0.03 to 0.05 were
+measured (docs/log.md)."""
+HYSTERESIS = 0.2
+"""Share of it by which the gain of drafts has to pass it before slots begin, or cease, to wait."""
+
+
+@dataclass(slots=True)
+class _Overtaken:
+    """Drafts of a request that came when its next pass was scheduled."""
+
+    tokens: list[int]
+    right: int = 0
+    """Number of them that were right so far: the first ones."""
+
+
+class AheadSpeculation(Speculation):
+    """Decoding with drafts of samplers, where slots wait for them as long as they gain more than
+    scheduling ahead does."""
+
+    def __init__(
+        self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
+    ) -> None:
+        super().__init__(scheduler, controller, target)
+        # Else vLLM counts drafts of each pass that has been scheduled, before there are any.
+        scheduler.dynamic_sd_lookup = [0] * len(scheduler.dynamic_sd_lookup)
+        self._gain = 2 * WAITING
+        """Tokens that drafts bring for each one that a pass draws without them, lately, less the time
+        that their rows cost. Nothing is known at first, and slots wait."""
+        self._overtaken: dict[str, _Overtaken] = {}
+
+    def _fit(self) -> bool:
+        waits = self._scheduler.waits_for_drafts
+        least = WAITING * (1.0 - HYSTERESIS if waits else 1.0 + HYSTERESIS)
+        self._scheduler.waits_for_drafts = self._gain > least
+        if not self._scheduler.waits_for_drafts:
+            # Some may be there: of tokens that a slot has waited for, or that were not overtaken.
+            for request in self._scheduler.running:
+                request.spec_token_ids = []
+        return super()._fit()
+
+    def _take(self, iteration: Iteration) -> None:
+        super()._take(iteration)
+        drawn = iteration.outcome.drawn
+        if not drawn:
+            return
+        verified = iteration.output.scheduled_spec_decode_tokens
+        gained = 0.0
+        for name, tokens in drawn.items():
+            if name in verified:
+                self._overtaken.pop(name, None)
+                gained += self._gained(len(verified[name]), tokens - 1)
+            else:
+                gained += self._compare(name, iteration.outcome.drafts.get(name, ()))
+        self._gain += RATE * (gained / len(drawn) - self._gain)
+
+    def _gained(self, drafts: int, right: int) -> float:
+        """Tokens gained by so many drafts, of which so many were right, less the time of their rows."""
+        price: float = self._scheduler.tracker.worth
+        return right - drafts * price
+
+    def _compare(self, name: str, proposed: Iterable[int]) -> float:
+        """Compare a request's overtaken drafts with the token that it has got, and follow those that are
+        ``proposed`` behind it, where none are.
+
+        Returns what those gain that are known now: one after the other, and behind one that was wrong all
+        others. Passes with drafts would have made fewer proposals: those that come while others are
+        compared are left out.
+        """
+        request = self._scheduler.requests.get(name)
+        overtaken = self._overtaken.pop(name, None)
+        if request is None or not request.num_output_tokens:
+            return 0.0
+        if overtaken is None:
+            tokens = list(proposed)
+            if tokens and not self._scheduler.waits_for_drafts:
+                self._keep(name, _Overtaken(tokens))
+            return 0.0
+        if request.output_token_ids[-1] != overtaken.tokens[overtaken.right]:
+            return self._gained(len(overtaken.tokens) - overtaken.right, 0)
+        overtaken.right += 1
+        if overtaken.right < len(overtaken.tokens):
+            self._keep(name, overtaken)
+        return self._gained(1, 1)
+
+    def _keep(self, name: str, overtaken: _Overtaken) -> None:
+        self._overtaken[name] = overtaken
+        if len(self._overtaken) > self._scheduler.max_num_running_reqs:  # some have left
+            requests = self._scheduler.requests
+            self._overtaken = {key: it for key, it in self._overtaken.items() if key in requests}
