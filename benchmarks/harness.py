@@ -22,12 +22,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from sipipe import cpu_features
 from sipipe.tools.child import measured
 from sipipe.tools.provenance import machine
 
 BUILD = Path("build/bench")
 MODELS = Path("build/models")
 """Directory of the models that benchmarks make."""
+
+
+def served_dtype() -> str:
+    """The dtype in which a model of bfloat16 is measured: float32 where the CPU has no instructions for
+    bfloat16, which would take several times as long and hide everything else."""
+    return "float32" if cpu_features.slow() else "bfloat16"
 
 
 def median_seconds(

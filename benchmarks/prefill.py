@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks.emulate import emulate
 from benchmarks.emulation.cluster import Emulation, emulation
 from benchmarks.emulation.profile import Profile
-from benchmarks.harness import of_the_checkout, report
+from benchmarks.harness import of_the_checkout, report, served_dtype
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.pictures import PICTURES
 from benchmarks.turns import turn
@@ -99,6 +99,7 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
     longest = max(length for _, length, _ in loads) + 64
     base = [args.model, "--max-model-len", str(longest), "--no-enable-prefix-caching"]
     base += ["--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 29)]
+    base += ["--dtype", served_dtype()]
     staged = [*base, "--pipeline-parallel-size", args.pp]
     jobs: dict[str, dict[str, Any]] = {
         "equal times": {"argv": staged, "settings": {}},

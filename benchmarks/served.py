@@ -27,10 +27,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import MODELS, report, spread
+from benchmarks.harness import MODELS, report, served_dtype, spread
 from benchmarks.make_model.checkpoint import make_model
 from benchmarks.side_by_side import Load, Runs, answered
-from sipipe import cpu_features
 from sipipe.cli.bench_rows import server_job
 
 ROWS = {
@@ -92,10 +91,9 @@ def main() -> None:
         seed = 1000 * number_of_round
         asked = [load for load in loads if not load.rate or not number_of_round]
         rounds.append(answered(servers, model, asked, first=seed, timeout=LIMIT))
-    dtype = "float32" if cpu_features.slow() else "bfloat16"
     report(
         "served",
-        f"Served, {Path(model).name}, {dtype}, {len(rounds)} engine(s) a row, all alive, loads in turn",
+        f"Served, {Path(model).name}, {served_dtype()}, {len(rounds)} engine(s) a row, all alive, loads in turn",
         table(loads, rows, rounds),
         note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; medians and ranges; "
         "ratios of answers side by side; TTFT, TPOT: ms to the first token and between later ones; "
@@ -109,7 +107,7 @@ def server(model: str, row: str, int8: str) -> dict[str, Any]:
     """What starts one row's server; all serve ``model`` by its name."""
     served = int8 if row.endswith(INT8) else model
     words = [served, "--served-model-name", model, "--max-model-len", "2048"]
-    words += ["--dtype", "float32"] if cpu_features.slow() else []
+    words += ["--dtype", served_dtype()]
     return server_job(words, ROWS[row.removesuffix(INT8)])
 
 

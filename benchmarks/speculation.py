@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report, spread
+from benchmarks.harness import report, served_dtype, spread
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.turns import turn
 from sipipe.tools.child import answer
@@ -216,7 +216,7 @@ def served(args: argparse.Namespace) -> None:
     by = f"an EAGLE head, {args.drafts} drafts at most" if args.head else "n-grams"
     report(
         name,
-        f"Speculative decoding by {by}, {Path(args.model).name}, {args.pp.replace(',', ' and ')} "
+        f"Speculative decoding by {by}, {Path(args.model).name}, {served_dtype()}, {args.pp.replace(',', ' and ')} "
         f"stage(s), at most {args.tokens} new tokens",
         rows,
         file=name,
@@ -333,6 +333,7 @@ def _answered(job: dict[str, Any]) -> dict[str, Any]:
         }
     llm = LLM(
         model=job["model"],
+        dtype=served_dtype(),
         pipeline_parallel_size=job["pp"],
         speculative_config=job["speculative"],
         max_model_len=1024,

@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from benchmarks.harness import alone, of_the_checkout, report
+from benchmarks.harness import alone, of_the_checkout, report, served_dtype
 from benchmarks.make_model.checkpoint import make_model
 from sipipe.observe.phases import DEVICE_PHASES, Phase
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
@@ -65,7 +65,7 @@ def main() -> None:
         "tokens": TOKENS // 4 if options.quick else TOKENS,
         "repeat": 1 if options.quick else 3,
     }
-    argv = [model, "-pp", str(STAGES), "--max-model-len", "2048"]
+    argv = [model, "-pp", str(STAGES), "--max-model-len", "2048", "--dtype", served_dtype()]
     recorder = of_the_checkout("benchmarks.stock_trace")
     stock = ["--worker-cls", f"{recorder}.TracedWorker"]
     stock += ["--scheduler-cls", f"{recorder}.TracedScheduler"]
@@ -82,7 +82,8 @@ def main() -> None:
         "timeline",
         f"{WINDOW_MS} ms of decoding",
         rows,
-        note=f"{Path(model).name}, {STAGES} stages, {REQUESTS} requests, temperature 0.7, top-p 0.9",
+        note=f"{Path(model).name}, {served_dtype()}, {STAGES} stages, {REQUESTS} requests, "
+        "temperature 0.7, top-p 0.9",
         columns=[key for key in rows[0] if key != "lanes"],
     )
 
