@@ -103,22 +103,17 @@ CAMPAIGN_OF = (
     ),
     Benchmark(
         "drafts",
-        "speculation MODEL --pp 2 --requests 1,8 --repeat 3 --no-stock",
+        "speculation MODEL --pp 2 --requests 1,8 --sampling greedy --repeat 1 --tokens 64 "
+        "--engines 2 --no-stock",
         ("speculation-pp2",),
-        10,
-    ),
-    Benchmark(
-        "drafts-one-stage",
-        "speculation MODEL --pp 1 --requests 1 --sampling greedy --repeat 3",
-        ("speculation-pp1",),
-        5,
+        13,
     ),
     Benchmark(
         "drafts-many",
-        "speculation MODEL --pp 1 --requests 32 --kinds copy,chat --sampling greedy --repeat 3 "
-        "--no-stock --name speculation-pp1-32",
-        ("speculation-pp1-32",),
-        5,
+        "speculation MODEL --pp 2 --requests 32 --kinds chat --sampling greedy --repeat 1 "
+        "--tokens 48 --no-stock --engines 3 --name speculation-pp2-32",
+        ("speculation-pp2-32",),
+        9,
     ),
     Benchmark(
         "scheduling",
