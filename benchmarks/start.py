@@ -2,10 +2,10 @@
 
     python -m benchmarks.start [--quick] [--pp 1,2] [--repeat 3]      # make bench-start
 
-Each start is a server, or a script with an engine, of its own. The first of a side and degree is cold: its caches of compiled
-code are empty. The sides take turns. A phase ends when its line first comes in the server's log, or
-when the server answers; a phase's seconds are those since the one before. CPU seconds and memory
-(proportional set size) are of all processes, once the first token is there.
+Each start is a server, or a script with an engine, of its own. The first of a side and degree is cold:
+its caches of compiled code are empty. The sides take turns. A phase ends when its line first comes in
+the server's log, or when the server answers; a phase's seconds are those since the one before. CPU
+seconds and memory (proportional set size) are of all processes, once the first token is there.
 """
 
 from __future__ import annotations
