@@ -6,8 +6,9 @@ or comes too early for them. Which of the two is better follows from what drafts
 in both cases: samplers propose all the time, and drafts that were overtaken are compared with the
 tokens that came in their place.
 
-Rejected: never to schedule ahead where drafts may come. With 32 requests at once and two stages, text
-that repeats little lost 3 to 5 % of its tokens by that, though hardly a draft was verified (docs/log.md).
+Rejected: never to schedule ahead where drafts may come. With 32 requests at once, two stages and text that
+repeats little, such an engine made 3 to 5 % fewer tokens than one without drafts, though hardly a draft
+was verified (docs/log.md).
 Rejected: to schedule ahead as if all drafts were right, as vLLM does where they stay on the device. The
 stages would have to be told afterwards where each sequence goes on.
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from sipipe.engine.scheduling.concurrency import ConcurrencyController
 
 WAITING = 0.03
-"""Tokens, of each one, that a pipeline loses where its slots wait for their tokens: 0.03 to 0.05 were
-measured (docs/log.md)."""
+"""Tokens, of each one, that a pipeline is taken to lose where its slots wait for their tokens. Engines that
+waited and verified hardly a draft made 0.03 to 0.05 fewer (docs/log.md)."""
 HYSTERESIS = 0.2
 """Share of it by which the gain of drafts has to pass it before slots begin, or cease, to wait."""
 

@@ -41,23 +41,22 @@ def check_new_requests() -> None:
     async def add_request_async(
         add: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if isinstance(prompt, EngineCoreRequest):
-            request_id = prompt.request_id
-            _check_ready(self, prompt, await self.get_supported_tasks())
-        if not isinstance(request_id, str):  # an ``LLMEngine`` looks
-            raise TypeError(f"request_id must be a string, got {type(request_id)}")
-        if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-            with telling_of_the_end(self), _telling_what_has_no_bytes(params):
+        with telling_of_the_end(self), _telling_what_has_no_bytes(params):
+            if isinstance(prompt, EngineCoreRequest):
+                request_id = prompt.request_id
+                _check_ready(self, prompt, await self.get_supported_tasks())
+            if not isinstance(request_id, str):  # an ``LLMEngine`` looks
+                raise TypeError(f"request_id must be a string, got {type(request_id)}")
+            if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
                 return await add(self, request_id, prompt, params, *args, **kwargs)
-        # vLLM knows the id once the prompt is tokenized; another request may come before that.
-        coming = self.__dict__.setdefault("_sipipe_coming_ids", set())
-        _check_id(self, request_id, coming)
-        coming.add(request_id)
-        try:
-            with telling_of_the_end(self), _telling_what_has_no_bytes(params):
+            # vLLM knows the id once the prompt is tokenized; another request may come before that.
+            coming = self.__dict__.setdefault("_sipipe_coming_ids", set())
+            _check_id(self, request_id, coming)
+            coming.add(request_id)
+            try:
                 return await add(self, request_id, prompt, params, *args, **kwargs)
-        finally:
-            coming.discard(request_id)
+            finally:
+                coming.discard(request_id)
 
     @extends(LLMEngine, "add_request")
     def add_request(
