@@ -48,6 +48,7 @@ MEANT = {
     "an output of ours": "kv_connector_output invalid_block_ids finished_recving failed_recving",
     "Python's, or of functions of ours": "_fd _inheriting writeable excepthook argv",
     "the pipeline group of ours": "receive send",
+    "a mark of ours, where vLLM has no such attribute": "_sipipe_told_to_end",
     "options of a group that is being made": "name _timeout _devices",
 }
 """What is set on objects of others and replaces nothing."""

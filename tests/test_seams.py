@@ -169,6 +169,9 @@ vllm.renderers.base:BaseRenderer.validate_token_ids(self, token_ids)
 vllm.v1.engine.async_llm:AsyncLLM.generate
 vllm.v1.engine.async_llm:AsyncLLM.shutdown(self, timeout)
 vllm.v1.engine.output_processor:OutputProcessor.propagate_error(self, e)
+vllm.v1.engine.core_client:MPClient._format_exception(self, e)
+vllm.v1.engine.core_client:AsyncMPClient._ensure_output_queue_task(self)
+vllm.v1.engine.core_client:SyncMPClient.__init__(self)
 vllm.v1.engine.output_processor:OutputProcessor.process_outputs(self, engine_core_outputs)
 vllm.v1.engine.output_processor:OutputProcessor.abort_requests(self, request_ids, internal)
 # An engine that is told to end while it is paused.
@@ -341,8 +344,9 @@ vllm.v1.engine.input_processor:InputProcessor: renderer
 vllm.v1.core.sched.scheduler:Scheduler: num_waiting_for_streaming_input
 vllm.v1.request:Request: streaming_queue resumable num_output_placeholders
 vllm.v1.executor.abstract:Executor: is_sleeping
-vllm.v1.engine.core_client:MPClient: resources
-vllm.v1.engine.core_client:BackgroundResources: engine_manager
+vllm.v1.engine.core_client:MPClient: resources utility_results
+vllm.v1.engine.core_client:SyncMPClient: output_queue_thread
+vllm.v1.engine.core_client:BackgroundResources: engine_manager output_queue_task
 vllm.v1.engine.utils:CoreEngineProcManager: manager_stopped
 vllm.v1.engine.utils:CoreEngineActorManager: manager_stopped
 vllm.config.aux_output:AuxOutputConfig: enabled

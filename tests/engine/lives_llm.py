@@ -1,4 +1,5 @@
-"""An engine in the user's own process, as a script has it; it says READY and waits for its input."""
+"""An engine in the user's own process, as a script has it; it says READY and waits for its input: the
+names of workers' methods, a line each, which are called of all workers."""
 
 import sys
 
@@ -16,4 +17,6 @@ if __name__ == "__main__":
         disable_log_stats=True,
     )
     print("\nREADY", flush=True)  # in a line of its own, whatever a worker has begun to write
-    sys.stdin.read()
+    for method in sys.stdin:
+        print("\nCALLS", flush=True)
+        llm.collective_rpc(method.strip())

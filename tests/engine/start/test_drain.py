@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core_client import MPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sipipe.engine.start.drain import (
@@ -62,6 +63,7 @@ def mended(monkeypatch):
     monkeypatch.setattr(EngineCoreProc, "_handle_shutdown", own)
     for name in ("shutdown", "dead_error", "add_request"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
+    monkeypatch.setattr(MPClient, "_format_exception", MPClient._format_exception)  # noqa: SLF001
     drain_though_paused()
     tell_left_over()
     check_new_requests()
@@ -130,6 +132,16 @@ def test_who_comes_later_is_told_too():
         asyncio.run(client.add_request("a", [1], SamplingParams()))
     with pytest.raises(EndedFirstError), telling_of_the_end(client):
         raise OSError("the socket is closed")
+
+
+@pytest.mark.parametrize(("told", "kind"), [(True, EndedFirstError), (False, EngineDeadError)])
+def test_who_waits_as_vllm_stops_listening_is_told_of_an_end_that_was_meant(told, kind):
+    """The reader of the engine's answers hands an error on, perhaps before ``shutdown`` goes on."""
+    engine_core = SimpleNamespace(
+        resources=SimpleNamespace(engine_dead=True), _sipipe_told_to_end=told
+    )
+    error = MPClient._format_exception(engine_core, EngineDeadError())  # noqa: SLF001
+    assert type(error) is kind
 
 
 def test_clients_of_an_engine_that_has_ended_by_itself_are_told_by_vllm():

@@ -2,8 +2,9 @@
 
 vLLM drains an engine for ``--shutdown-timeout``, with three holes. A paused engine counts as an idle one
 and ends at once, with all that it holds. Whoever still waits when the engine has ended waits for ever,
-as vLLM stops listening to the engine: its server then waits for that client. And who comes a moment
-later, as from a tokenizer, is told of an engine that "encountered an issue" (status 500).
+as vLLM stops listening to the engine: its server then waits for that client. And who waits as vLLM stops
+listening, or comes a moment later, as from a tokenizer, is told of an engine that "encountered an issue"
+(status 500). Calls that wait for an engine, ended or dead, are :mod:`sipipe.engine.start.unanswered`.
 
 Who runs here: :func:`drain_though_paused` is for the engine's process, on its thread;
 :func:`tell_left_over` for the process with the ``AsyncLLM``, on its event loop's thread.
@@ -19,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core_client import MPClient
 from vllm.v1.request import RequestStatus
 
 from sipipe.extending import extends
@@ -51,7 +53,12 @@ def is_ending(client: Any) -> bool:
 
 def has_ended(client: Any) -> bool:
     """Say if this ``AsyncLLM`` has ended because it was told to."""
-    return getattr(client, "_sipipe_told_to_end", False)
+    return was_told_to_end(getattr(client, "engine_core", None))
+
+
+def was_told_to_end(engine_core: Any) -> bool:
+    """The same, of an ``AsyncLLM``'s own client of its engine."""
+    return getattr(engine_core, "_sipipe_told_to_end", False)
 
 
 @contextmanager
@@ -104,7 +111,7 @@ def tell_left_over() -> None:
         if getattr(self, "engine_core", None) is None or self.errored:  # all have been told
             shutdown(self, *args, **kwargs)
             return
-        self._sipipe_told_to_end = True
+        self.engine_core._sipipe_told_to_end = True
         shutdown(self, *args, **kwargs)
         handler = getattr(self, "output_handler", None)
         if handler is None:  # nobody has asked
@@ -112,6 +119,12 @@ def tell_left_over() -> None:
         loop = handler.get_loop()
         if not loop.is_closed():
             loop.call_soon_threadsafe(self.output_processor.propagate_error, EndedFirstError())
+
+    @extends(MPClient, "_format_exception")
+    def error_of_the_end(error: Any, self: Any, *args: Any) -> Exception:
+        """Raised to the task that hands out the engine's outputs, which may hear of the end as vLLM stops
+        listening, before ``shutdown`` stops that task."""
+        return EndedFirstError() if was_told_to_end(self) else error(self, *args)
 
     @extends(AsyncLLM, "dead_error")
     def dead_error(error: Any, self: Any) -> BaseException:

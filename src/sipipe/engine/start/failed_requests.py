@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from sipipe.engine.iteration.admission import REFUSED
 from sipipe.engine.scheduling.compilations import INVALID
@@ -63,7 +63,8 @@ def tell_clients_why() -> None:
 
 def _is_news(record: LogRecord) -> bool:
     """False: that the engine is gone, which has been said, or was meant; its traceback is nobody's fault."""
-    return "EngineDeadError" not in str(record.exc_info)
+    said = str(record.exc_info)
+    return EngineDeadError.__name__ not in said and EndedFirstError.__name__ not in said
 
 
 def _raise_failure(client: Any, sequence: Any, begun: bool) -> None:

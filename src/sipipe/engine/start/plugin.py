@@ -191,6 +191,7 @@ def _prepare_process() -> None:
     from sipipe.engine.start.new_requests import check_new_requests
     from sipipe.engine.start.prompt_text import keep_prompts_text_out
     from sipipe.engine.start.sessions import end_turns_with_their_session
+    from sipipe.engine.start.unanswered import end_unanswered_calls
     from sipipe.gpu_slices import find_gpus_of_slices
     from sipipe.observe import metrics
 
@@ -202,6 +203,7 @@ def _prepare_process() -> None:
     end_turns_with_their_session()
     keep_prompts_text_out()
     tell_left_over()
+    end_unanswered_calls()
     watch_ends()
     if is_vllms_command() and parent_process() is None:
         say_cause_last()

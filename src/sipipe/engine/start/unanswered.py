@@ -1,0 +1,70 @@
+"""Calls that wait for an engine that has ended: they raise why, where vLLM lets them wait for ever.
+
+vLLM's front ends call an engine (its "utility" calls: pause, sleep, load an adapter, ``collective_rpc``)
+and wait for a future that the reader of the engine's answers resolves. That reader ends with the engine,
+told or killed, and resolves none: an ``LLM`` would wait, and a server for the client who waits.
+
+Who runs here: the event loop's thread of an ``AsyncLLM``; for an ``LLM`` a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import MutableMapping
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+from weakref import ref
+
+from vllm.v1.engine.core_client import AnyFuture, AsyncMPClient, SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from sipipe.engine.start.drain import EndedFirstError, was_told_to_end
+from sipipe.extending import extends
+
+
+def end_unanswered_calls() -> None:
+    """Have calls of both of vLLM's front ends raise EngineDeadError when their engine has died, and of an
+    ``AsyncLLM`` that was told to end EndedFirstError. Safe to call again.
+
+    None comes too late to be seen: a call notes its future first and then looks whether the engine is
+    alive, and vLLM says that it is not before its reader ends.
+    """
+
+    @extends(AsyncMPClient, "_ensure_output_queue_task")
+    def begin_reading(begin: Any, self: Any) -> None:
+        begun = self.resources.output_queue_task is not None
+        begin(self)
+        if begun:
+            return
+        # Held by the reader, the client would not be collected. A call that waits holds it.
+        calls, client = self.utility_results, ref(self)
+
+        def end_all(_reader: Any) -> None:
+            told = was_told_to_end(client())
+            _end(calls, EndedFirstError if told else EngineDeadError)
+
+        self.resources.output_queue_task.add_done_callback(end_all)
+
+    @extends(SyncMPClient, "__init__")
+    def begin(begin: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        reader, calls = (
+            self.output_queue_thread,
+            self.utility_results,
+        )  # and not the client, as above
+
+        def end_all() -> None:
+            reader.join()
+            _end(calls, EngineDeadError)
+
+        Thread(target=end_all, name="sipipe-unanswered", daemon=True).start()
+
+
+def _end(calls: MutableMapping[int, AnyFuture], error: type[Exception]) -> None:
+    """Raise ``error`` to all who wait."""
+    while calls:
+        _, future = calls.popitem()
+        with suppress(concurrent.futures.InvalidStateError, asyncio.InvalidStateError):  # given up
+            future.set_exception(error())
