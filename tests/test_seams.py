@@ -345,7 +345,7 @@ vllm.v1.core.sched.scheduler:Scheduler: num_waiting_for_streaming_input
 vllm.v1.request:Request: streaming_queue resumable num_output_placeholders
 vllm.v1.executor.abstract:Executor: is_sleeping
 vllm.v1.engine.core_client:MPClient: resources utility_results
-vllm.v1.engine.core_client:SyncMPClient: output_queue_thread
+vllm.v1.engine.core_client:SyncMPClient: output_queue_thread outputs_queue
 vllm.v1.engine.core_client:BackgroundResources: engine_manager output_queue_task
 vllm.v1.engine.utils:CoreEngineProcManager: manager_stopped
 vllm.v1.engine.utils:CoreEngineActorManager: manager_stopped

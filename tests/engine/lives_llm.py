@@ -1,5 +1,5 @@
-"""An engine in the user's own process, as a script has it; it says READY and waits for its input: the
-names of workers' methods, a line each, which are called of all workers."""
+"""An engine in the user's own process, as a script has it; it says READY and waits for its input, a line
+each: "generate", or the name of a method that is called of all workers."""
 
 import sys
 
@@ -19,4 +19,7 @@ if __name__ == "__main__":
     print("\nREADY", flush=True)  # in a line of its own, whatever a worker has begun to write
     for method in sys.stdin:
         print("\nCALLS", flush=True)
-        llm.collective_rpc(method.strip())
+        if method == "generate\n":
+            llm.generate("a prompt", use_tqdm=False)
+        else:
+            llm.collective_rpc(method.strip())

@@ -101,8 +101,8 @@ def _strike(engine, rng, who, what, *, idle=False, starts=False, seconds=FOR_EVE
             engine.wait_until_generating()
             time.sleep(rng.uniform(0.2, 1))
     victim = rng.choice(engine.find(who))
-    # Of a killed engine it is looked at when its workers are gone, as in SiPipe's row: vLLM's
-    # client for LLM(...) waits for it for ever, with SiPipe as without.
+    # Of a killed engine it is looked at when its workers are gone: vLLM's client for LLM(...) waits for
+    # it for ever.
     killed_engine = who == ENGINE and what == "kill"
     everybody = engine.find(WORKER) if killed_engine else engine.descendants()
     struck = time.monotonic()

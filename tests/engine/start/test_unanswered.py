@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from threading import Thread
 from types import SimpleNamespace
 
@@ -40,6 +41,7 @@ class Reading:
 
     def begin_sync(self):
         Reading.__init__(self)
+        self.outputs_queue = SimpleQueue()
         self.ends = Future()
         self.output_queue_thread = Thread(target=self.ends.result)
         self.output_queue_thread.start()
@@ -80,6 +82,7 @@ def test_calls_of_a_sync_client_end_with_its_reader():
     client.ends.set_result(None)
     with pytest.raises(EngineDeadError):
         waits.result(60)
+    assert type(client.outputs_queue.get(timeout=60)) is EngineDeadError
 
 
 def paused(server):
@@ -126,7 +129,8 @@ def test_an_operator_who_waits_as_a_server_ends_is_told(models, tmp_path, door, 
 
 @pytest.mark.engine
 @pytest.mark.ci
-def test_a_call_of_an_engine_that_dies_raises(models):
+@pytest.mark.parametrize("call", ["check_health", "generate"])
+def test_a_call_of_an_engine_that_dies_raises(models, call):
     """In a user's own process. A stage is held, so that the call waits when the engine is killed."""
     script = subprocess.Popen(
         [sys.executable, str(HERE / "lives_llm.py"), str(model(models))],
@@ -143,7 +147,7 @@ def test_a_call_of_an_engine_that_dies_raises(models):
             assert "READY\n" in iter(script.stdout.readline, "")
             everybody += everybody[0].children(recursive=True)
             named(everybody, "Worker_PP1")[0].suspend()
-            script.stdin.write("check_health\n")
+            script.stdin.write(f"{call}\n")
             script.stdin.flush()
             assert "CALLS\n" in iter(script.stdout.readline, "")
             named(everybody, "EngineCore")[0].kill()

@@ -2,7 +2,8 @@
 
 vLLM's front ends call an engine (its "utility" calls: pause, sleep, load an adapter, ``collective_rpc``)
 and wait for a future that the reader of the engine's answers resolves. That reader ends with the engine,
-told or killed, and resolves none: an ``LLM`` would wait, and a server for the client who waits.
+told or killed, and resolves none: an ``LLM`` would wait, and a server for the client who waits. An ``LLM``
+waits in the same way for tokens, where its engine was killed.
 
 Who runs here: the event loop's thread of an ``AsyncLLM``; for an ``LLM`` a thread of its own.
 """
@@ -25,11 +26,12 @@ from sipipe.extending import extends
 
 
 def end_unanswered_calls() -> None:
-    """Have calls of both of vLLM's front ends raise EngineDeadError when their engine has died, and of an
-    ``AsyncLLM`` that was told to end EndedFirstError. Safe to call again.
+    """Have calls of both of vLLM's front ends raise when their engine ends: EngineDeadError, or
+    EndedFirstError of an ``AsyncLLM`` that was told to end. Who waits for an ``LLM``'s tokens gets the
+    former. Safe to call again.
 
-    None comes too late to be seen: a call notes its future first and then looks whether the engine is
-    alive, and vLLM says that it is not before its reader ends.
+    No call is missed: it notes its future first and then looks whether the engine is alive, and vLLM says
+    that it is not before its reader ends.
     """
 
     @extends(AsyncMPClient, "_ensure_output_queue_task")
@@ -50,14 +52,13 @@ def end_unanswered_calls() -> None:
     @extends(SyncMPClient, "__init__")
     def begin(begin: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        reader, calls = (
-            self.output_queue_thread,
-            self.utility_results,
-        )  # and not the client, as above
+        # Without the client, as above.
+        reader, calls, outputs = self.output_queue_thread, self.utility_results, self.outputs_queue
 
         def end_all() -> None:
             reader.join()
             _end(calls, EngineDeadError)
+            outputs.put(EngineDeadError())
 
         Thread(target=end_all, name="sipipe-unanswered", daemon=True).start()
 
