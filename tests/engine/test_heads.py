@@ -129,6 +129,18 @@ def test_a_head_changes_no_token(models, kind, pp):
     with_and_without(path, batches(), drafts, **SAMPLERS, pipeline_parallel_size=pp)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "kind",
+    ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp"))],
+)
+def test_nor_where_stages_have_other_layers_than_vllms_cut(models, kind):
+    """The head is of one stage, and the cut is none of its layers'."""
+    path, drafts = head(models, kind)
+    settings = {"sipipe": {**SAMPLERS["sipipe"], "layers": [3, 1]}}
+    with_and_without(path, batches(), drafts, **settings, pipeline_parallel_size=2)
+
+
 def twinned():
     """Requests of all kinds whose parameters' kernels have twins, together and alone."""
     asked = [params for params in kinds() if not UNTWINNED & params.keys()]

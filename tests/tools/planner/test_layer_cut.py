@@ -64,6 +64,18 @@ def test_a_draft_head_takes_layers_from_the_last_stage():
     assert cut_layers(facts, 1, drafts=3) == (facts.layers,)
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3.1-8b", "llama-3.1-70b"])
+@pytest.mark.parametrize("allowed", [0.0, 0.1, 0.2])
+def test_where_no_cut_pays_for_a_head_it_is_as_without(name, allowed):
+    """Beside so large a head an even cut is hardly slower: but with many requests it makes no drafts."""
+    facts = load_model(name)
+    plain = cut_layers(facts, 2, device="cpu", kv_loss=allowed)
+    cut = cut_layers(facts, 2, device="cpu", kv_loss=allowed, drafts=3)
+    assert cut == plain or speed_up(facts, plain, cut, device="cpu", drafts=3) > 1
+    if (name, allowed) == ("qwen2.5-0.5b", 0.1):
+        assert cut == plain != layer_split(facts.layers, 2)
+
+
 def test_dense_layers_of_a_sparse_model_count_for_less():
     facts = load_model("deepseek-v3")  # its first three layers are dense
     first, *_, last = cut_layers(facts, 4)

@@ -61,12 +61,16 @@ def cut_layers(
         device: the kind of device, which decides what a layer costs beside its weights.
         kv_loss: part of the tokens of the even cut's KV cache that the cut may cost, at most.
         memory: bytes of a rank for weights and KV cache, as :func:`kv_lost` takes them.
-        drafts: drafts that a head on the last stage makes of each request in a pass.
+        drafts: drafts that a head on the last stage makes of each request in a pass. Where no cut that
+            counts the head pays, the cut is the one without: with many requests few drafts are made.
     """
     costs, projection = _costs(facts, t, device, drafts)
     allowed = boundaries(facts.bonds, facts.layers)
     even = nearest_even(facts.layers, p, allowed)
     least = (1 - kv_loss) * _tokens(facts, even, t, memory)
+    otherwise = even
+    if drafts:
+        otherwise = cut_layers(facts, p, t, device=device, kv_loss=kv_loss, memory=memory)
     most = facts.layers
     while most > max(even):
         best = _shortest(costs, projection, p, most, allowed)
@@ -75,10 +79,10 @@ def cut_layers(
         if _tokens(facts, best, t, memory) >= least:
             quicker = speed_up(facts, even, best, t, device=device, drafts=drafts)
             pays = quicker * (1 - _WORTH_IT) > 1
-            return best if pays else even
+            return best if pays else otherwise
         # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
         most = max(best) - 1
-    return even
+    return otherwise
 
 
 def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf) -> float:

@@ -14,6 +14,7 @@ Who runs here: whoever follows BIC-I, while the stage is loaded; the device thre
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
 
 from sipipe.errors import UnsupportedError
 
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""Variable with the cut of this engine's layers, where it is not vLLM's (:mod:`.world`)."""
 TAPPED = "eagle3"
 """Method whose head reads hidden states of several layers."""
 EMBEDDING = "embed_tokens.weight"
@@ -89,7 +92,7 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
     if runner.device.type == "cpu":
         drafting.install()
     config = _of_one_stage(runner.vllm_config, speculative)
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), _uncut():
         speculator = init_speculator(config, runner.device, runner.req_states)
         if not isinstance(speculator, TargetDependentARSpeculator):
             raise UnsupportedError(
@@ -143,6 +146,14 @@ def _of_one_stage(config: VllmConfig, speculative: Any) -> VllmConfig:
     made.parallel_config.pipeline_parallel_size = 1
     made.parallel_config.rank = 0
     return made
+
+
+@contextmanager
+def _uncut() -> Iterator[None]:
+    """While active, no cut of layers is set that vLLM would take for the head's, which is of one stage."""
+    with patch.dict(os.environ):
+        os.environ.pop(PARTITION, None)
+        yield
 
 
 @contextmanager
