@@ -42,7 +42,8 @@ MEANT = {
     ),
     "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
     "a scheduling output, before it is sent to the workers": (
-        "new_token_ids earlier_aux_metadata kv_loads drafts_asked field _NUMBER"
+        "new_token_ids earlier_aux_metadata kv_loads drafts_asked num_spec_tokens_to_schedule field "
+        "_NUMBER"
     ),
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output invalid_block_ids finished_recving failed_recving",

@@ -76,6 +76,7 @@ def prepared(requests, iteration=0):
         num_logits=int(first_logits[-1]),
         logits_rows=np.array(rows, np.int64),
         following=np.array([0 if done else 7000 + i for i, done in enumerate(samples)], np.int64),
+        output=SimpleNamespace(num_spec_tokens_to_schedule=2),
     )
     tables = torch.arange(len(requests) * WIDTH, dtype=torch.int32).reshape(-1, WIDTH)
     blocks = [
@@ -237,6 +238,18 @@ def test_what_nobody_asks_for_is_let_go():
         ask(made, iteration, [5])
     kept = [answer.iteration for answer in answers if answer.drafts]
     assert kept == [*range(10)][-SLOTS:]
+
+
+def test_prompts_are_read_where_no_drafts_are_asked_for_and_nothing_is_kept():
+    """The head knows the prompts of those for whom drafts become worth it."""
+    inputs, source, state, tables, drawn = prepared([(9, 1, 0, 4), (0, 5, 0, 9)])
+    inputs.output.num_spec_tokens_to_schedule = 0
+    head = Head()
+    made, answers = stage(source, state, tables, head)
+    made.keep(inputs)
+    assert [len(ran.hidden) for ran in head.ran] == [5]
+    ask(made, 0, [5] * len(drawn))
+    assert [answer.drafts for answer in answers] == [b""]
 
 
 def test_a_head_that_fails_is_answered_for():

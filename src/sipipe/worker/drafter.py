@@ -219,7 +219,7 @@ class Drafter:
         drafts = source.num_drafts.np[:count]
         if (scheduled > waiting).any():
             self._read(forward, inputs, samples, ends - waiting, scheduled - waiting)
-        if samples.any():
+        if samples.any() and inputs.output.num_spec_tokens_to_schedule:  # else nobody will ask
             rows = np.flatnonzero(samples)
             rows = rows[np.argsort(waiting[rows], kind="stable")]
             self._kept[inputs.iteration] = Kept(

@@ -160,21 +160,30 @@ def test_a_planned_iteration_is_published_with_its_tokens_alone():
     assert sent[2][2][1:] == [int32_bytes([7, 8])]
 
 
-def test_with_a_head_none_is_planned_and_each_says_how_many_requests_for_drafts_it_is_behind():
+@pytest.mark.parametrize("asks", [0, 3])
+def test_while_a_head_may_be_asked_none_is_planned_and_each_says_behind_how_many_requests_it_is(
+    asks,
+):
     """A planned one is published before the tracker has followed it: a request for drafts behind it could
     be for rows of a request that it ends, whose blocks it has given to another."""
     sent = []
-    tracker = SimpleNamespace(advance=lambda *_: Work(samplers=(0,)))
+
+    def advance(_, output):
+        output.scheduled_cached_reqs.new_token_ids = [[7]]
+        return Work(samplers=(0,))
+
+    tracker = SimpleNamespace(advance=advance)
     dispatcher, iterations = make(tracker, publish=lambda *told, **__: sent.append(told[:2]))
     dispatcher.head_drafts = SimpleNamespace(sent=lambda: 1 + len(sent))
     outputs = [decodes("a"), decodes("a")]
     for turn, output in enumerate(outputs):
-        iterations.record(Scheduled(output=output, slot=0, turn=turn))
+        iterations.record(Scheduled(output=output, slot=0, turn=turn, asks=asks))
         assert dispatcher.publish(output)
-    assert sent == [(Kind.SCHEDULE, 0)]
+    plan = [] if asks else [(Kind.PLAN, 1)]
+    assert sent == [(Kind.SCHEDULE, 0), *plan]
     iterations.leave(iterations.deliver(0, tokens=[]))
     dispatcher.publish_due(wait=False)
-    assert sent == [(Kind.SCHEDULE, 0), (Kind.SCHEDULE, 1)]
+    assert sent == [(Kind.SCHEDULE, 0), *plan, (Kind.SCHEDULE, 1)]
     assert [output.drafts_asked for output in outputs] == [1, 2]
 
 

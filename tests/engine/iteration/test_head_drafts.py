@@ -21,17 +21,15 @@ class Tracker:
         return set(request_ids) - self.gone
 
 
-def iteration(number, *rows):
+def iteration(number, *rows, asks=2):
     """One whose rows of logits are those of the requests ``rows``."""
-    return SimpleNamespace(number=number, work=SimpleNamespace(sampled=list(rows)))
+    work = SimpleNamespace(sampled=list(rows))
+    return SimpleNamespace(number=number, work=work, scheduled=SimpleNamespace(asks=asks))
 
 
-def made(*gone, steps=2):
+def made(*gone):
     sent = []
-    drafts = HeadDrafts(Tracker(*gone), sent.append)
-    assert drafts.steps == 0, "nobody waits before there is a scheduler"
-    drafts.steps = steps
-    return drafts, sent
+    return HeadDrafts(Tracker(*gone), sent.append), sent
 
 
 def answer(drafts, number, *rows, steps=2):
@@ -67,25 +65,10 @@ def test_nothing_is_asked_where_nobody_has_a_token():
 
 
 def test_drafts_that_are_worth_nothing_are_not_asked_for():
-    drafts, sent = made(steps=0)
-    drafts.ask(iteration(3, "a"), [("a", [3])])
+    drafts, sent = made()
+    drafts.ask(iteration(3, "a", asks=0), [("a", [3])])
     assert not sent
     assert drafts.take([3]) == {}
-
-
-def test_drafts_that_become_worth_nothing_while_they_are_asked_for_are_asked_for():
-    """The engine thread decides at any time; no request for 0 drafts is sent."""
-
-    class Meanwhile(Tracker):
-        def with_blocks(self, number, request_ids):
-            drafts.steps = 0
-            return super().with_blocks(number, request_ids)
-
-    sent = []
-    drafts = HeadDrafts(Meanwhile(), sent.append)
-    drafts.steps = 2
-    drafts.ask(iteration(3, "a"), [("a", [3])])
-    assert [read(message).steps for message in sent] == [2]
 
 
 @pytest.mark.parametrize("steps", [0, 2, 3])
@@ -137,7 +120,6 @@ def test_asking_that_fails_ends_no_engine():
         raise OSError("no such host")
 
     drafts = HeadDrafts(Tracker(), send)
-    drafts.steps = 2
     drafts.ask(iteration(3, "a"), [("a", [3])])
     assert drafts.sent() == 0, "nobody waits for a request that was not sent"
     assert drafts.take([3]) == {}

@@ -16,6 +16,7 @@ from sipipe.engine.scheduling.speculation import (
     MARGIN,
     RATE,
     UNKNOWN_PRICE,
+    WAITING,
     HeadSpeculation,
     NoSpeculation,
     Speculation,
@@ -61,6 +62,7 @@ class Scheduler:
             output_token_ids=[7] * 10,
             num_output_placeholders=0,
             structured_output_request=None,
+            use_structured_output=False,
             status=RequestStatus.RUNNING,
         )
 
@@ -228,7 +230,6 @@ class HeadDrafts:
 
     def __init__(self, **drafts):
         self.by_request = drafts
-        self.steps = 3
         self.pass_seconds = 0.0
 
     def take(self, iterations):
@@ -240,7 +241,7 @@ def with_head(*lengths, price=None, period=1.0, drafts=None, **options):
     scheduler.num_spec_tokens = 3
     scheduler.head_drafts = HeadDrafts(**(drafts or {}))
     told = controller(price)
-    told.period = lambda *_: period
+    told.alone = lambda _: period
     return scheduler, HeadSpeculation(scheduler, told)
 
 
@@ -282,16 +283,23 @@ def test_drafts_that_came_with_the_tokens_are_counted_and_taken_as_others():
     assert scheduler.told == {"0": [5, 6, 7]}
     assert scheduler.words == {"DRAFTS": 6, "ACCEPTED": 1, "DRAFTED": 2}
     speculation.fit()
-    assert scheduler.head_drafts.steps == 1
-    assert set(scheduler.dynamic_sd_lookup) == {1}, "as many as are worth it are made"
+    assert speculation.asks == 1, "as many as are worth it are made"
 
 
-def test_a_head_makes_all_drafts_until_the_stages_times_are_known():
-    scheduler, speculation = with_head(3, 3)
-    for number in range(200):
-        verify(speculation, number, **{"0": 0, "1": 0})
+def test_a_head_makes_all_drafts_at_first_and_those_worth_a_usual_price_until_it_is_known():
+    """With one request all passes may have as many rows, which tells no price of one."""
+    scheduler, speculation = with_head(3, period=0.0)
+    scheduler.head_drafts.pass_seconds = 1.0
     speculation.fit()
-    assert scheduler.head_drafts.steps == 3
+    assert speculation.asks == 3
+    for number in range(200):
+        verify(speculation, number, **{"0": 0})
+    speculation.fit()
+    assert speculation.asks == 0
+    for number in range(200):
+        verify(speculation, number, **{"0": 3})
+        speculation.fit()
+    assert speculation.asks == 3
 
 
 def test_a_head_makes_as_many_drafts_as_are_worth_it():
@@ -305,7 +313,7 @@ def test_a_head_makes_as_many_drafts_as_are_worth_it():
             right = (1, 3, 1, 2)[number % 4]
             verify(drafting, number, **{"0": right, "1": 0})
         drafting.fit()
-        return scheduler.head_drafts.steps
+        return drafting.asks
 
     assert steps(0.0) == 3, LEAST_WORTH
     assert steps(0.2 / 2 / tokens / MARGIN) == 2
@@ -315,6 +323,25 @@ def test_a_head_makes_as_many_drafts_as_are_worth_it():
     assert steps(0.0, pass_seconds=2.0) == 0
 
 
+def test_the_first_draft_of_a_head_pays_for_the_waiting():
+    """It is right in one of two passes."""
+
+    def asks(price, ahead):
+        scheduler, _ = with_head(3)
+        scheduler.ahead = ahead
+        told = controller(price / 1.5 / MARGIN)
+        told.alone = lambda _: 1.0
+        drafting = HeadSpeculation(scheduler, told)
+        for number in range(400):
+            verify(drafting, number, offers=1, **{"0": number % 2})
+        drafting.fit()
+        return drafting.asks
+
+    assert asks(0.48, 0)
+    assert asks(0.4, 1)
+    assert not asks(0.48, 1), WAITING
+
+
 @pytest.mark.parametrize("price", [0.05, 0.1, 0.2, 0.3])
 def test_what_is_worth_nothing_is_tried_now_and_then_for_half_a_percent(price):
     scheduler, speculation = with_head(0, 0, price=price)
@@ -322,28 +349,40 @@ def test_what_is_worth_nothing_is_tried_now_and_then_for_half_a_percent(price):
     cost = 0.0
     for number in range(4000):
         speculation.fit()
-        if scheduler.head_drafts.steps:
-            assert scheduler.head_drafts.steps == 1 or number < 1000
+        assert scheduler.waits_for_drafts == bool(speculation.asks)
+        if speculation.asks:
+            assert speculation.asks == 1 or number < 1000
             tried += 1
             cost += scheduler.tracker.worth * (number >= 1000)  # it has learnt by then
-            offers = scheduler.head_drafts.steps
-            verify(speculation, number, offers=offers, **{"0": 0, "1": 0})
+            verify(speculation, number, offers=speculation.asks, **{"0": 0, "1": 0})
     assert tried > 10
     assert cost / 3000 < 2 * LOSS
 
 
 def test_later_drafts_are_tried_again_too():
     """The first is right all the time, the second was not once, and is now."""
-    scheduler, speculation = with_head(0, 0, price=0.1)
+    _, speculation = with_head(0, 0, price=0.1)
     for number in range(40):
         verify(speculation, number, **{"0": 1, "1": 1})
     speculation.fit()
-    assert scheduler.head_drafts.steps == 1
+    assert speculation.asks == 1
     for number in range(40, 4000):
         speculation.fit()
-        steps = scheduler.head_drafts.steps
+        steps = speculation.asks
         verify(speculation, number, offers=steps, **dict.fromkeys("01", steps))
-    assert scheduler.head_drafts.steps == 3
+    assert speculation.asks == 3
+
+
+def test_slots_wait_where_a_grammar_may_force_tokens_though_a_head_is_not_asked():
+    scheduler, speculation = with_head(0, 0, price=0.6)
+    for number in range(100):
+        speculation.fit()
+        verify(speculation, number, offers=speculation.asks, **{"0": 0, "1": 0})
+    assert not scheduler.waits_for_drafts
+    scheduler.running[1].use_structured_output = True
+    speculation.fit()
+    assert scheduler.waits_for_drafts
+    assert not speculation.asks
 
 
 def test_chances_are_those_of_each_draft_behind_right_ones():
@@ -351,11 +390,11 @@ def test_chances_are_those_of_each_draft_behind_right_ones():
     tokens = 2.25  # of a request in a pass
 
     def steps(worth):
-        scheduler, drafting = with_head(3, 3, price=worth / 2 / tokens / MARGIN)
+        _, drafting = with_head(3, 3, price=worth / 2 / tokens / MARGIN)
         for number in range(300):
             verify(drafting, number, **{"0": 1, "1": 2 if number % 2 else 1})
         drafting.fit()
-        return scheduler.head_drafts.steps
+        return drafting.asks
 
     assert steps(LEAST_WORTH) == 2
     assert steps(0.2) == 2
@@ -458,4 +497,6 @@ def test_an_engine_has_the_drafts_that_its_scheduler_can_take():
     assert kind(rows=0) is NoSpeculation
     assert kind() is kind(ahead=0) is Speculation
     assert kind(ahead=1) is AheadSpeculation
-    assert kind(head_drafts=HeadDrafts()) is HeadSpeculation
+    assert (
+        kind(head_drafts=HeadDrafts()) is kind(head_drafts=HeadDrafts(), ahead=1) is HeadSpeculation
+    )

@@ -29,6 +29,7 @@ from vllm.v1.request import RequestStatus
 from sipipe.engine.iteration.admission import REFUSED
 from sipipe.engine.scheduling.ahead_speculation import AheadSpeculation
 from sipipe.engine.scheduling.scheduler import AsyncPipelineScheduler, PipelineScheduler
+from sipipe.engine.scheduling.speculation import HeadSpeculation
 
 BLOCKS = 40
 FEW = 1 + 2 * (LENGTH // 16)
@@ -134,14 +135,15 @@ def test_a_turn_that_stops_at_a_draft_goes_on_as_without_drafts(configs, schedul
     assert engine.tokens["s"][len(drawn) :] == continued(text, 4)
 
 
+@pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("every", range(1, 8))
-def test_slots_that_cease_to_wait_for_drafts_wait_for_those_that_are_verified(configs, every):  # noqa: F811
+def test_slots_that_cease_to_wait_for_drafts_wait_for_those_that_are_verified(configs, every, head):  # noqa: F811
     """How many are right decides where a sequence goes on, and nothing is scheduled before that."""
     config = configs(2, speculative_config=DRAFTS)
-    engine = WholeEngine(AsyncPipelineScheduler, config, blocks=BLOCKS, drafts=4)
+    engine = WholeEngine(AsyncPipelineScheduler, config, blocks=BLOCKS, drafts=4, head=head)
     texts = {f"r{number}": engine.add(f"r{number}", 3 + number, 24) for number in range(4)}
-    for gain in [1e3, -1e3] * 40:
-        speculation_of(engine)._gain = gain  # noqa: SLF001
+    for gain in [True, False] * 40:
+        let_drafts_gain(engine, gain)
         engine.steps(every)
     engine.run()
     for name, request in texts.items():
@@ -322,12 +324,13 @@ class Clients(RuleBasedStateMachine):
     config = None
     blocks = BLOCKS
     drafts = 0
+    head = False
     adapters = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = WholeEngine(
-            self.scheduler, self.config, blocks=self.blocks, drafts=self.drafts
+            self.scheduler, self.config, blocks=self.blocks, drafts=self.drafts, head=self.head
         )
         self.plain: dict[str, list[int]] = {}
         """Tokens that each plain request is to get."""
@@ -392,11 +395,10 @@ class Clients(RuleBasedStateMachine):
     def reset_prefix_cache(self):
         assert self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    @precondition(lambda self: isinstance(speculation_of(self.engine), AheadSpeculation))
-    @rule(gain=st.sampled_from([-1e3, 1e3]))
+    @precondition(lambda self: self.drafts)
+    @rule(gain=st.booleans())
     def have_drafts_gain(self, gain):
-        """So that slots wait for drafts, or are scheduled ahead of them, from now on."""
-        speculation_of(self.engine)._gain = gain  # noqa: SLF001
+        let_drafts_gain(self.engine, gain)
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -458,6 +460,16 @@ def speculation_of(engine):
     return engine.scheduler._speculation  # noqa: SLF001
 
 
+def let_drafts_gain(engine, gain):
+    """Have drafts gain much or nothing, so that slots wait for them, or are scheduled ahead of them where
+    the scheduler can, from now on."""
+    speculation = speculation_of(engine)
+    if isinstance(speculation, AheadSpeculation):
+        speculation._gain = 1e3 if gain else -1e3  # noqa: SLF001
+    elif isinstance(speculation, HeadSpeculation):
+        speculation._chances = [float(gain)] * len(speculation._chances)  # noqa: SLF001
+
+
 def random_clients(**attributes):
     case = type("Case", (Clients,), attributes).TestCase
     case.settings = settings(
@@ -482,6 +494,14 @@ def test_random_clients_leave_an_engine_whole(configs, scheduler, blocks):  # no
 def test_random_clients_get_the_same_tokens_with_drafts(configs, scheduler, blocks):  # noqa: F811
     config = configs(2, speculative_config=DRAFTS)
     random_clients(scheduler=scheduler, config=config, blocks=blocks, drafts=4)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("blocks", [BLOCKS, FEW])
+def test_random_clients_get_the_same_tokens_with_a_head(configs, scheduler, blocks):  # noqa: F811
+    config = configs(2, speculative_config=DRAFTS)
+    random_clients(scheduler=scheduler, config=config, blocks=blocks, drafts=4, head=True)
 
 
 @pytest.mark.ci

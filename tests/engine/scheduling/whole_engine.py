@@ -25,12 +25,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from sipipe.engine.iteration.balance import Balancer
 from sipipe.engine.iteration.dispatch import Dispatcher
+from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.observed_scheduler import observed
 from sipipe.engine.iteration.requests import RequestTracker
 from sipipe.engine.iteration.resolve import build_output
+from sipipe.messages.drafts import LEFT_OUT, URGENT, Drafted, decode_request
 from sipipe.messages.header import Kind
-from sipipe.messages.step import Sampled, int32_bytes
+from sipipe.messages.step import Sampled, int32_bytes, int32_view
 from sipipe.worker.device import HostDevice
 from sipipe.worker.hooks.preparation import SiPipePrepares
 from sipipe.worker.inputs.model_input import ModelInput
@@ -83,6 +85,8 @@ class Stage:
             lambda _: None, self.runner, HostDevice(), slots=turns, sets=2, logits=LOGITS
         )
         self.cache = np.full(blocks * BLOCK, -1, np.int64)
+        self.kept: dict[int, dict[str, tuple[np.ndarray, list[int]]]] = {}
+        """By iteration and request: places of its text in the cache, and the text with its next token."""
         self._drafts = drafts
         self._random = random.Random(drafts)
 
@@ -102,6 +106,7 @@ class Stage:
         self.cache[slots[:tokens].numpy()] = batch.input_ids[:tokens].numpy()
         names = np.repeat(np.arange(inputs.num_reqs), np.diff(batch.query_start_loc_np))
         rows, drawn, drafts, ended = [], [], [], set()
+        kept = self.kept[iteration.number] = {}
         assert len(inputs.logits_rows) == len(iteration.work.sampled)
         for row, place in enumerate(inputs.logits_rows):
             token = int(batch.logits_indices[place])
@@ -110,10 +115,11 @@ class Stage:
             if name in ended:  # behind a draft that was not drawn
                 continue
             before = np.arange(int(batch.positions[token]) + 1)
-            blocks = table[name].numpy()[before // BLOCK]
-            text = self.cache[blocks * BLOCK + before % BLOCK]
+            where = table[name].numpy()[before // BLOCK] * BLOCK + before % BLOCK
+            text = self.cache[where]
             rows.append(row)
             drawn.append(next_token(text))
+            kept[iteration.work.sampled[row]] = where, [*text.tolist(), drawn[-1]]
             following = iteration.work.sampled[row + 1 : row + 2]
             last = following != [inputs.req_ids[name]]
             if not last and drawn[-1] != int(batch.input_ids[token + 1]):
@@ -135,16 +141,70 @@ class Stage:
         return right
 
 
-class WholeEngine(Engine):
-    """vLLM's batch queue around all of it. ``answers``: the ends of turns, by id; ``errors``: why."""
+class Head:
+    """A draft head on the last stage, which answers each request for drafts at once; its KV cache is the
+    stage's.
 
-    def __init__(self, cls, config, *, blocks: int, drafts: int = 0, windows: bool = False) -> None:
+    Args:
+        stage: what has run the iterations; it proposes nothing itself.
+        tracker: says whose blocks are still there.
+    """
+
+    def __init__(self, stage: Stage, tracker: RequestTracker) -> None:
+        self.drafts = HeadDrafts(tracker, lambda message: self._sent.append(message))
+        self._sent: list[bytes] = []
+        self.planned = False
+        """True while an iteration is planned that has not begun."""
+        self._stage = stage
+        self._random = random.Random(1)
+
+    def ask(self, iteration, output) -> None:
+        """Ask for drafts behind the tokens of ``output``, and bring them."""
+        drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
+        self.drafts.ask(iteration, drawn)
+        while self._sent:
+            self.drafts.came(self._proposed(self._sent.pop()))
+
+    def _proposed(self, message: bytes) -> Drafted:
+        assert not self.planned, "blocks that it gives away may be others' by now"
+        request = decode_request(message.removeprefix(URGENT))
+        drafts: list[int] = []
+        for name, drawn in zip(
+            self._stage.kept[request.iteration], int32_view(request.drawn), strict=True
+        ):
+            right = [0] * request.steps
+            if drawn != LEFT_OUT:
+                where, text = self._stage.kept[request.iteration][name]
+                assert self._stage.cache[where].tolist() == text[:-1], f"{name}: not its blocks"
+                right = continued(text, request.steps)
+                if self._random.random() < 0.4:
+                    right[self._random.randrange(len(right))] += 1
+            drafts += right
+        return Drafted(iteration=request.iteration, steps=request.steps, drafts=int32_bytes(drafts))
+
+
+class WholeEngine(Engine):
+    """vLLM's batch queue around all of it. ``answers``: the ends of turns, by id; ``errors``: why. With
+    ``head`` the ``drafts`` are those of a head, and no sampler proposes any."""
+
+    def __init__(
+        self,
+        cls,
+        config,
+        *,
+        blocks: int,
+        drafts: int = 0,
+        windows: bool = False,
+        head: bool = False,
+    ) -> None:
         self.turns = config.max_concurrent_batches
         telemetry = Mock()
         telemetry.measured_times.return_value = None
         self.iterations = FollowedIterations(self.turns, LOGITS)
         self.tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
-        self._stage = Stage(blocks, self.turns, drafts, groups=1 + windows)
+        self._stage = Stage(blocks, self.turns, 0 if head else drafts, groups=1 + windows)
+        self._head = Head(self._stage, self.tracker) if head else None
+        head_drafts = self._head.drafts if self._head else None
         self._drawn: dict[int, Sampled] = {}
         bus = SimpleNamespace(order=threading.Lock(), publish=self._publish)
         self._dispatcher = Dispatcher(
@@ -154,9 +214,15 @@ class WholeEngine(Engine):
             gather=Mock(),
             telemetry=telemetry,
             empty=False,
+            head_drafts=head_drafts,
         )
         scheduler = observed(
-            cls, self.iterations, telemetry, self.tracker, rows=LOGITS if drafts else 0
+            cls,
+            self.iterations,
+            telemetry,
+            self.tracker,
+            rows=LOGITS if drafts else 0,
+            head_drafts=head_drafts,
         )
         with patch.object(type(config), "use_v2_model_runner", True):
             super().__init__(scheduler, config, blocks=blocks, windows=windows)
@@ -217,6 +283,8 @@ class WholeEngine(Engine):
 
     def _publish(self, kind, number, *_, **__) -> None:
         """BIC-I: workers and samplers run each iteration when they have it."""
+        if self._head:
+            self._head.planned = kind is Kind.PLAN
         if kind is Kind.SCHEDULE:
             assert self.iterations.begun.number == number
             self._drawn[number] = self._stage.run(self.iterations.begun)
@@ -234,6 +302,8 @@ class WholeEngine(Engine):
             drawn = zip(result.req_ids, result.sampled_token_ids, strict=True)
             fillers = [(name, [0]) for name in iteration.outcome.errors]
             self.tracker.record(iteration.number, [*drawn, *fillers])
+            if self._head:
+                self._head.ask(iteration, result)
             self.iterations.leave(iteration)
             self._dispatcher.publish_due()
         outputs = self.scheduler.update_from_output(batch, result)

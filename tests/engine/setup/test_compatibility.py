@@ -333,13 +333,17 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
     [
         ({}, ""),
         ({"speculative_config": drafts()}, ""),
-        ({"speculative_config": head()}, "a draft head"),
+        ({"speculative_config": head()}, ""),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"aux_output_config__enabled": True}, "--enable-return-routed-experts"),
         ({"model_config__runner_type": "pooling"}, "pooling"),
         ({"model_config__is_diffusion": True}, "diffusion"),
         ({"max_concurrent_batches": 1}, '"inflight" of 1'),
         ({"max_concurrent_batches": 1, **ONE_SLOT}, ""),
+        (
+            {"max_concurrent_batches": 1, **ONE_SLOT, "speculative_config": head()},
+            '"inflight" of 1',
+        ),
         (
             {"max_concurrent_batches": 1, **ONE_SLOT, "additional_config": None},
             '"inflight" of 1',

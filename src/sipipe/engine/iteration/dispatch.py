@@ -97,12 +97,11 @@ class Dispatcher:
             try:
                 while (iteration := self._iterations.begin(follow, short=not wait)) is not None:
                     self._send(iteration)
-                # With a head none is planned: what its output ends would not be followed yet, and a
-                # request for drafts could write to blocks that it has given to others.
-                planned = self._iterations.plan() if wait and self.head_drafts is None else None
+                planned = self._iterations.plan() if wait else None
                 if planned is None:
                     return
                 number, iteration = planned
+                self._tell_drafts_asked(iteration)
                 parts = [b"", *out_of_band(iteration.output)]
                 self._bus.publish(Kind.PLAN, number, parts, slot=iteration.slot)
             finally:
@@ -121,14 +120,11 @@ class Dispatcher:
         began = time.monotonic_ns()
         # The wait for its tokens may begin before this thread runs again behind the publishing.
         iteration.on_bus.published_ns = began
-        if self.head_drafts is not None:
-            # How many requests for drafts the last stage is to run before. The tracker has followed this
-            # output, so no later request is for blocks that it gave away.
-            iteration.output.drafts_asked = self.head_drafts.sent()
         if iteration.on_bus.planned:
             tokens = iteration.output.scheduled_cached_reqs.new_token_ids
             parts = [int32_bytes(list(chain.from_iterable(tokens)))]
         else:
+            self._tell_drafts_asked(iteration)
             parts = out_of_band(iteration.output)
         self._bus.publish(
             Kind.SCHEDULE,
@@ -148,6 +144,13 @@ class Dispatcher:
         self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
         if iteration.on_bus.bitmask_given:
             self._send_grammar(iteration)
+
+    def _tell_drafts_asked(self, iteration: Iteration) -> None:
+        """Have the output of ``iteration`` say how many requests for drafts the last stage is to run
+        before it. No later one is for blocks that it gave away: the tracker has followed this output, or
+        none comes before it begins, as it is planned."""
+        if self.head_drafts is not None:
+            iteration.output.drafts_asked = self.head_drafts.sent()
 
     def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         """The future of the iteration given last; tells who draws its bitmask first."""

@@ -5,7 +5,9 @@ Who runs here
     that of another host, brings drafts. The engine thread takes them, when clients have the tokens.
 Guarantees
     A request for drafts is sent before any iteration is published whose requests may have the blocks of
-    its own: both are done under ``_lock``, and the iteration says how many requests came before it.
+    its own: both are done under ``_lock``, and the iteration says how many requests came before it. How
+    many drafts an iteration asks for is decided when it is scheduled. So it is known of those in flight
+    whether a request may come, and none is planned as long as one may (:meth:`.Iterations.plan`).
     Nobody waits longer than :data:`SECONDS`: then requests have no drafts this time.
 """
 
@@ -43,9 +45,6 @@ class HeadDrafts:
         """``send`` hands a message to the last stage's workers."""
         self._tracker = tracker
         self._send = send
-        self.steps = 0
-        """Drafts that are asked for, as the scheduler sets it by what they are worth; 0: none are. So
-        none are asked for before it is there, as in the self-test of a start."""
         self.pass_seconds = 0.0
         """Seconds that the head takes for one draft of each request of a microbatch, lately."""
         # wait: held while a request is sent (10 s, `PIPE_SECONDS`); nobody waits under it but on its
@@ -64,11 +63,10 @@ class HeadDrafts:
 
     def ask(self, iteration: Iteration, tokens: Iterable[tuple[str, list[int]]]) -> None:
         """The tokens of ``iteration``, by request, are known to who follows requests."""
-        steps = self.steps  # read once: the engine thread may set it to 0 meanwhile
-        if iteration.work.sampled and steps:
-            self._asking(None, self._ask, iteration, dict(tokens), steps)
+        if iteration.work.sampled and iteration.scheduled.asks:
+            self._asking(None, self._ask, iteration, dict(tokens))
 
-    def _ask(self, iteration: Iteration, tokens: dict[str, list[int]], steps: int) -> None:
+    def _ask(self, iteration: Iteration, tokens: dict[str, list[int]]) -> None:
         number = iteration.number
         request_ids = list(dict.fromkeys(iteration.work.sampled))
         with self._lock:
@@ -79,7 +77,7 @@ class HeadDrafts:
             request = DraftRequest(
                 number=self._number + 1,
                 iteration=number,
-                steps=steps,
+                steps=iteration.scheduled.asks,
                 drawn=int32_bytes([len(of_request) or LEFT_OUT for of_request in drawn]),
                 last=int32_bytes([of_request[-1] if of_request else 0 for of_request in drawn]),
             )

@@ -39,6 +39,8 @@ class Scheduled:
     """Number of the turn among those of all slots, empty ones counted."""
     load: Load = field(default_factory=Load)
     """Parts of the work in it, by which its time is predicted."""
+    asks: int = 0
+    """Drafts that a head is asked for behind each of its tokens; 0: it is not asked."""
     began_ns: int = 0
     """Begin of scheduling it, in monotonic nanoseconds; 0: it was not observed."""
     ended_ns: int = 0

@@ -133,9 +133,14 @@ class Iterations:
 
     def plan(self) -> tuple[int, Iteration] | None:
         """Plan the first of those that wait; returns its number to be and the iteration, or None:
-        none waits, it is planned already, or it does more than decode."""
+        none waits, it is planned already, or it does more than decode.
+
+        Nor is it planned while a head may be asked for drafts behind tokens of those in flight: what it
+        ends is not followed before it begins, and such a request could write to blocks that it has given
+        to others.
+        """
         with self._lock:
-            if not self._waiting:
+            if not self._waiting or any(one.scheduled.asks for one in self._in_flight.values()):
                 return None
             first = self._waiting[0]
             if first.on_bus.planned or first.scheduled.slot is None:

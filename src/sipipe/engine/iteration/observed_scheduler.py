@@ -95,7 +95,12 @@ class ObservedScheduler(WrongBlocksScheduler):
             self._compilations.sweep()
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
-            scheduled = Scheduled(output=output, began_ns=began, ended_ns=time.monotonic_ns())
+            asks = self._speculation.asks
+            # Read where vLLM's runner has the head propose in the same pass, and by the last stage.
+            output.num_spec_tokens_to_schedule = asks
+            scheduled = Scheduled(
+                output=output, began_ns=began, ended_ns=time.monotonic_ns(), asks=asks
+            )
             if isinstance(self, PipelineScheduler):
                 scheduled = replace(scheduled, slot=self.slot, turn=self.turn, load=self.load)
             iteration = self.iterations.record(scheduled)

@@ -21,15 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sipipe.engine.scheduling.speculation import RATE, Speculation
+from sipipe.engine.scheduling.speculation import RATE, WAITING, Speculation
 
 if TYPE_CHECKING:
     from sipipe.engine.iteration.iteration import Iteration
     from sipipe.engine.scheduling.concurrency import ConcurrencyController
 
-WAITING = 0.03
-"""Tokens, of each one, that a pipeline is taken to lose where its slots wait for their tokens. Engines that
-waited and verified hardly a draft made 0.03 to 0.05 fewer (docs/log.md)."""
 HYSTERESIS = 0.2
 """Share of it by which the gain of drafts has to pass it before slots begin, or cease, to wait."""
 
@@ -51,8 +48,6 @@ class AheadSpeculation(Speculation):
         self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
     ) -> None:
         super().__init__(scheduler, controller, target)
-        # Else vLLM counts drafts of each pass that has been scheduled, before there are any.
-        scheduler.dynamic_sd_lookup = [0] * len(scheduler.dynamic_sd_lookup)
         self._gain = 2 * WAITING
         """Tokens that drafts bring for each one that a pass draws without them, lately, less the time
         that their rows cost. Nothing is known at first, and slots wait."""

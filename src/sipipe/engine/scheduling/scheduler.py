@@ -116,6 +116,9 @@ class PipelineScheduler(Scheduler):
         """Slot of the microbatch scheduled last."""
         self.turn = 0
         """Microbatches scheduled so far, with empty ones."""
+        self.waits_for_drafts = False
+        """True if a slot's turn waits for the tokens of its last one, and the drafts behind them: always
+        where nothing is scheduled ahead."""
         self.load = Load()
         """Load of the microbatch scheduled last, where there are slots."""
 
@@ -341,9 +344,6 @@ class PipelineScheduler(Scheduler):
 class AsyncPipelineScheduler(PipelineScheduler, AsyncScheduler):
     """Schedules a slot's next microbatch while its last may be out (see the module's text). Only
     SiPipe's engine sets it, where it is ahead: the user has no reason to name it."""
-
-    waits_for_drafts = False
-    """True if a slot's turn waits for the tokens of its last one, and the drafts behind them."""
 
     def _turn_waits(self) -> bool:
         # A batch that verifies is waited for in any case. Where its sequences go on is known when it is

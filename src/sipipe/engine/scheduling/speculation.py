@@ -51,12 +51,18 @@ fails takes :data:`RATE` of a draft's chance, which is then about its price, and
 ``RATE * LOSS``: so tries are ``LOSS / price`` of the microbatches, and each costs the price."""
 RATE = 0.05
 """Weight of the last microbatch in the means of what its requests got."""
+WAITING = 0.03
+"""Tokens, of each one, that a pipeline is taken to lose where its slots wait for their tokens. Engines that
+waited and verified hardly a draft made 0.03 to 0.05 fewer (docs/log.md)."""
 KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
 
 
 class NoSpeculation:
     """Decoding without drafts: requests get a token in each of their turns."""
+
+    asks = 0
+    """Drafts that a head is to propose behind the tokens of the next microbatch."""
 
     def fit(self) -> None:
         """Prepare for a microbatch, which is scheduled next."""
@@ -82,9 +88,9 @@ class Speculation(NoSpeculation):
         self._target = target
         self._live = scheduler.telemetry.live
         self._rows = scheduler.rows
-        # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
-        sizes = scheduler.max_num_running_reqs + 1
-        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
+        # No drafts for a batch of any size: vLLM then pads no request with drafts that nobody has
+        # proposed, and counts none of a pass before there are any.
+        scheduler.dynamic_sd_lookup = [0] * (scheduler.max_num_running_reqs + 1)
         self._forced = ForcedTokens(scheduler.structured_output_manager)
         self._fitting = BestEffort("fitting drafts into the next microbatch", bounded=False)
         self._taking = BestEffort("taking drafts in", bounded=False)
@@ -213,7 +219,11 @@ class Speculation(NoSpeculation):
 
 class HeadSpeculation(Speculation):
     """Decoding with drafts of a head, which come after the tokens that they stand behind: they are
-    waited for when the scheduler has handed the tokens on and makes the next microbatch."""
+    waited for when the scheduler has handed the tokens on and makes the next microbatch.
+
+    As long as no drafts are worth it, none are asked for, and microbatches may be scheduled ahead of the
+    tokens, as without a head.
+    """
 
     def __init__(
         self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
@@ -221,7 +231,8 @@ class HeadSpeculation(Speculation):
         super().__init__(scheduler, controller, target)
         self._awaited: list[int] = []
         """Iterations whose tokens were taken in since the last microbatch was made."""
-        self._scheduler.head_drafts.steps = self._scheduler.num_spec_tokens
+        self.asks = scheduler.num_spec_tokens
+        self._waiting = WAITING if getattr(scheduler, "ahead", 0) else 0.0
         self._chances = [1.0] * self._scheduler.num_spec_tokens
         """Probability of each draft, if those before it are right, lately."""
 
@@ -232,20 +243,16 @@ class HeadSpeculation(Speculation):
             self._hand_on(number, self._unforced(drafts))
         super()._fit()
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
-        most = min(self._worth_making(), self._scheduler.head_drafts.steps + 1)
-        self._scheduler.head_drafts.steps = most
-        # Where vLLM's runner has the head propose in the same pass, it makes as many.
-        self._make(most)
+        self.asks = most = min(self._worth_making(), self.asks + 1)
+        running = self._scheduler.running
+        # Tokens that a grammar forces are drafts of each of its requests.
+        grammars = any(request.use_structured_output for request in running)
+        self._scheduler.waits_for_drafts = most > 0 or grammars
         if most < len(self._chances):  # it may have become worth more: new requests are others
             self._chances[most] = min(1.0, self._chances[most] + RATE * LOSS)
-        for request in self._scheduler.running:
+        for request in running:
             request.spec_token_ids = request.spec_token_ids[: max(most, 1)]
         return True
-
-    def _make(self, drafts: int) -> None:
-        """Have vLLM's scheduling output say how many drafts of each request are to be made."""
-        sizes = len(self._scheduler.dynamic_sd_lookup)
-        self._scheduler.dynamic_sd_lookup = [drafts] * sizes
 
     def _unforced(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """``drafts`` of requests that have none yet: tokens that a grammar forces are right, and stand
@@ -258,14 +265,17 @@ class HeadSpeculation(Speculation):
         }
 
     def _worth_making(self) -> int:
-        """Drafts of a request that are worth their rows and the head's passes; as many as there can be
-        until the stages' times are known."""
+        """Drafts of a request that are worth their rows, the head's passes, and that slots wait for them.
+
+        A row has a usual price until its own is known. Rejected: to make all drafts until then. Passes of
+        one request had as many rows each time, which told no price.
+        """
         worth = self._scheduler.tracker.worth
         if worth >= 1.0:  # there is no room
             return 0
-        if self._price is None:
-            return len(self._chances)
         worth += self._pass_price()
+        if self._chances[0] <= worth + self._waiting * self._tokens_a_pass:
+            return 0
         chance = 1.0
         for number, step in enumerate(self._chances):
             chance *= step
@@ -278,9 +288,9 @@ class HeadSpeculation(Speculation):
         if self._controller is None:
             return 0.0
         formed = max(self._controller.formed, 1)
-        period = self._controller.period(len(self._scheduler.running), formed)
+        period = self._controller.alone(len(self._scheduler.running))
         seconds: float = formed * self._scheduler.head_drafts.pass_seconds
-        if period <= 0:
+        if period <= 0:  # it is not known yet
             return 0.0
         return self._tokens_a_pass * seconds / (period + seconds)
 

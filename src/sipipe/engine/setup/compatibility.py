@@ -122,13 +122,13 @@ def schedules_ahead(vllm_config: VllmConfig, requested: bool | None) -> int:
     if scheduler is not None:
         _check_scheduler(scheduler)
     against = {
-        "a draft head": head_of(vllm_config) is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "pooling models": vllm_config.model_config.runner_type == "pooling",
         "diffusion models": vllm_config.model_config.is_diffusion,
         '"inflight" of 1': (
-            vllm_config.max_concurrent_batches == 1 and not _feeds_itself(vllm_config, config)
+            vllm_config.max_concurrent_batches == 1
+            and not (_feeds_itself(vllm_config, config) and head_of(vllm_config) is None)
         ),
         "a scheduler that is not SiPipe's": config.scheduler != "pipeline" or scheduler is not None,
     }
