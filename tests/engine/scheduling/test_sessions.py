@@ -135,6 +135,7 @@ def test_a_turn_that_stops_at_a_draft_goes_on_as_without_drafts(configs, schedul
     assert engine.tokens["s"][len(drawn) :] == continued(text, 4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("every", range(1, 8))
 def test_slots_that_cease_to_wait_for_drafts_wait_for_those_that_are_verified(configs, every, head):  # noqa: F811

@@ -101,8 +101,15 @@ def is_paused(server):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("ends", ["it is told to", "it is killed"])
-@pytest.mark.parametrize("door", [pytest.param("sipipe", marks=pytest.mark.ci), VLLM])
+@pytest.mark.parametrize(
+    ("door", "ends"),
+    [
+        pytest.param("sipipe", "it is killed", marks=pytest.mark.ci),
+        pytest.param(VLLM, "it is told to", marks=pytest.mark.ci),
+        pytest.param("sipipe", "it is told to", marks=pytest.mark.slow),
+        pytest.param(VLLM, "it is killed", marks=pytest.mark.slow),
+    ],
+)
 def test_an_operator_who_waits_as_a_server_ends_is_told(models, tmp_path, door, ends):
     options = (*OPTIONS, *DOORS[door])
     more = {"VLLM_SERVER_DEV_MODE": "1"}
