@@ -63,8 +63,8 @@ def tell_clients_why() -> None:
 
 def _is_news(record: LogRecord) -> bool:
     """False: that the engine is gone, which has been said, or was meant; its traceback is nobody's fault."""
-    said = str(record.exc_info)
-    return EngineDeadError.__name__ not in said and EndedFirstError.__name__ not in said
+    error = str(record.exc_info)
+    return EngineDeadError.__name__ not in error and EndedFirstError.__name__ not in error
 
 
 def _raise_failure(client: Any, sequence: Any, begun: bool) -> None:

@@ -40,23 +40,26 @@ def end_unanswered_calls() -> None:
         begin(self)
         if begun:
             return
-        # Held by the reader, the client would not be collected. A call that waits holds it.
-        calls, client = self.utility_results, ref(self)
+        calls = self.utility_results
+        client = ref(
+            self
+        )  # held by the reader, it would not be collected; a call that waits holds it
 
         def end_all(_reader: Any) -> None:
-            told = was_told_to_end(client())
-            _end(calls, EndedFirstError if told else EngineDeadError)
+            _end(calls, EndedFirstError if was_told_to_end(client()) else EngineDeadError)
 
         self.resources.output_queue_task.add_done_callback(end_all)
 
     @extends(SyncMPClient, "__init__")
     def begin(begin: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        # Without the client, as above.
-        reader, calls, outputs = self.output_queue_thread, self.utility_results, self.outputs_queue
+        # The thread is to hold these, and not the client.
+        reader = self.output_queue_thread
+        calls = self.utility_results
+        outputs = self.outputs_queue
 
         def end_all() -> None:
-            reader.join()
+            reader.join()  # wait: the engine's life; it ends with the client, or the engine
             _end(calls, EngineDeadError)
             outputs.put(EngineDeadError())
 
