@@ -256,6 +256,7 @@ vllm.v1.worker.gpu.spec_decode.utils:DraftTokensHandler.set_draft_tokens(self, i
 vllm.v1.worker.gpu.model_runner:sort_batch_req_ids(num_tokens_per_req, draft_tokens, decode_query_len)
 vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model(self, target_model)
 vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator._build_attn_metadata(self, num_reqs, batch_desc, query_start_loc_np, seq_lens_cpu_upper_bound, step, slot_mappings)
+vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft(self, hidden_states)
 vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, num_speculative_tokens)
 vllm.v1.worker.gpu.spec_decode.eagle.utils:maybe_share_target_embed(draft_model, draft_inner, target_inner)
 vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils:set_eagle3_aux_hidden_state_layers(model, spec_config)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -302,7 +302,8 @@ class Head:
             slot_mappings=batch.slots,
         )
         slots = build_slot_mappings_by_layer(batch.slots, speculator.kv_cache_config)
-        with set_current_vllm_config(speculator.vllm_config):
+        drawing = nullcontext() if steps else patch.object(speculator, "sample_draft", _no_draft)
+        with set_current_vllm_config(speculator.vllm_config), drawing:
             drafts: torch.Tensor = speculator.propose(
                 batch,
                 metadata,
@@ -318,3 +319,15 @@ class Head:
                 num_speculative_tokens=steps,
             )
         return drafts[:, :steps]
+
+
+def _no_draft(hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Stand in the place of the speculator's ``sample_draft`` where the head only reads: vLLM would
+    multiply by the output projection for the first draft of each request, of which none is wanted.
+
+    Args:
+        hidden: [B, H] hidden states of the head.
+
+    Returns [B] int64.
+    """
+    return torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)

@@ -1,0 +1,87 @@
+"""What a head of vLLM's is handed, and what it is spared; the speculator is a stand-in."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+
+from sipipe.worker.hooks import head as module
+from sipipe.worker.hooks.head import Head, HeadBatch
+
+ROWS, TOKENS, K = 4, 16, 3
+
+
+class Speculator:
+    """Proposes as vLLM's does: the first draft is drawn in any case."""
+
+    num_speculative_steps = K
+    max_model_len = 64
+    vllm_config = VllmConfig()
+    kv_cache_config = None
+
+    def __init__(self):
+        self.input_buffers = SimpleNamespace(
+            query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(ROWS, dtype=torch.int32),
+            positions=torch.zeros(TOKENS, dtype=torch.int64),
+        )
+        self.draft_tokens = torch.zeros(ROWS, K, dtype=torch.int64)
+        self.drawn = 0
+
+    def _build_attn_metadata(self, *_args, **_kwargs):
+        return {}
+
+    def sample_draft(self, hidden, *_):
+        self.drawn += 1
+        return torch.full((len(hidden),), 7)
+
+    def propose(self, batch, _metadata, _slots, hidden, *_, num_speculative_tokens):
+        count = batch.num_reqs
+        self.draft_tokens[:count, 0] = self.sample_draft(hidden[:count])
+        if not num_speculative_tokens:
+            self.draft_tokens[:count].fill_(-1)
+        return self.draft_tokens[:count]
+
+
+@pytest.mark.parametrize("steps", [0, K])
+def test_a_head_that_only_reads_multiplies_by_no_projection(monkeypatch, steps):
+    monkeypatch.setattr(module, "build_slot_mappings_by_layer", lambda *_: {})
+    speculator = Speculator()
+    runner = SimpleNamespace(
+        max_num_reqs=ROWS,
+        max_num_tokens=TOKENS,
+        device=torch.device("cpu"),
+        block_tables=SimpleNamespace(block_sizes=[4]),
+    )
+    lengths = np.array([2, 3], np.int32)
+    sequences = torch.tensor([2, 3], dtype=torch.int32)
+    batch = HeadBatch(
+        num_reqs=2,
+        num_tokens=5,
+        num_tokens_after_padding=5,
+        num_scheduled_tokens=lengths,
+        query_start_loc_np=np.array([0, 2, 5], np.int32),
+        query_start_loc=torch.tensor([0, 2, 5], dtype=torch.int32),
+        seq_lens=sequences,
+        seq_lens_cpu_upper_bound=sequences,
+        idx_mapping=torch.arange(2),
+        input_ids=torch.arange(5, dtype=torch.int32),
+        positions=torch.tensor([0, 1, 0, 1, 2]),
+        tables=[torch.zeros(2, 4, dtype=torch.int32)],
+        slots=torch.zeros(1, 5, dtype=torch.int64),
+    )
+    none = torch.zeros(2, dtype=torch.int32)
+    drafts = Head(speculator, runner).run(
+        batch,
+        torch.zeros(5, 8),
+        None,
+        drawn=none,
+        rejected=none,
+        following=torch.zeros(2, dtype=torch.int64),
+        steps=steps,
+    )
+    assert drafts.shape == (2, steps)
+    assert speculator.drawn == bool(steps)
+    assert speculator.sample_draft(torch.zeros(1, 8)).tolist() == [7], "it is its own again"
