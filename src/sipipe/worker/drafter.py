@@ -183,7 +183,8 @@ class Drafter:
             run_alike(
                 self._compare, self._keeping, None, self._keep, inputs, state, samples, waiting
             )
-        else:  # the head does not run, so there is nothing to compare
+        elif inputs.output.num_spec_tokens_to_schedule:
+            # The head does not run, so there is nothing to compare.
             self._keeping(None, self._keep, inputs, state, samples, waiting)
 
     def _tokens_of(self, inputs: ModelInput) -> tuple[NDArray[np.bool_], Int32]:

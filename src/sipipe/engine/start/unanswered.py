@@ -41,9 +41,8 @@ def end_unanswered_calls() -> None:
         if begun:
             return
         calls = self.utility_results
-        client = ref(
-            self
-        )  # held by the reader, it would not be collected; a call that waits holds it
+        # Held by the reader, it would not be collected. A call that waits holds it.
+        client = ref(self)
 
         def end_all(_reader: Any) -> None:
             _end(calls, EndedFirstError if was_told_to_end(client()) else EngineDeadError)

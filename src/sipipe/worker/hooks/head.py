@@ -38,9 +38,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
 )
 
 from sipipe.errors import UnsupportedError
+from sipipe.worker.hooks.world import PARTITION
 
-PARTITION = "VLLM_PP_LAYER_PARTITION"
-"""Variable with the cut of this engine's layers, where it is not vLLM's (:mod:`.world`)."""
 TAPPED = "eagle3"
 """Method whose head reads hidden states of several layers."""
 EMBEDDING = "embed_tokens.weight"

@@ -39,6 +39,8 @@ from sipipe.messages.stage_place import StagePlace
 
 Tensors = Mapping[str, torch.Tensor]
 
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""Variable by which vLLM's models cut their layers, and a draft head would, too."""
 _TUNED = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
 """Variable by which vLLM finds tuned kernels."""
 
@@ -238,4 +240,4 @@ def cut_model(layers: tuple[int, ...]) -> None:
     It is set in the worker's own environment, so that nothing of the choice stays behind in the process
     that holds the engine.
     """
-    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
+    os.environ[PARTITION] = ",".join(map(str, layers))
