@@ -87,7 +87,7 @@ def test_a_controller_whose_times_fail_chooses_as_before(monkeypatch):
 def test_times_that_cannot_be_fitted_stop_no_iteration(monkeypatch):
     monkeypatch.setattr(telemetry.MeasuredTimes, "poll", raising)
     page = LivePage.create(PageHeader(stages=2, samplers=1))
-    figures = SimpleNamespace(_page=page, _samplers=1)
+    figures = SimpleNamespace(_page=page, _samplers=1, _compare_cuts=raising)
     telemetry.Telemetry.measured_times(figures, ConcurrencyController(stages=2, slots=3), 0)
     figures.poll()
 

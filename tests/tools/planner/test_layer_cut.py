@@ -30,7 +30,7 @@ def test_no_cut_has_a_shorter_slowest_stage(costs, projection, p):
         return max(times)
 
     found = _shortest(
-        [float(cost) for cost in costs], float(projection), p, len(costs), range(len(costs))
+        [float(cost) for cost in costs], [1.0] * p, float(projection), len(costs), range(len(costs))
     )
     assert len(found) == p
     assert sum(found) == len(costs)

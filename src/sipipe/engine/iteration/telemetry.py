@@ -7,13 +7,13 @@ sends what its processes wrote. The recorder writes a trace file where the setti
 
 import uuid
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 import vllm
 
 from sipipe.best_effort import BestEffort
 from sipipe.engine.iteration.iteration import Iteration
+from sipipe.engine.layers.served_cut import compare_cuts
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.setup.record import Setup
 from sipipe.messages.start_records import Watched
@@ -81,8 +81,9 @@ class Telemetry(Figures):
         super().__init__(setup, samplers, uuid.uuid4().hex)
         self._samplers = samplers
         self.poll: Callable[[], None] = lambda: None
-        """:meth:`.MeasuredTimes.poll`, where the scheduler goes by such times: called while an
-        iteration is out, when the engine's thread has the time."""
+        """What looks at the figures where SiPipe's scheduler runs: called while an iteration is out, when
+        the engine's thread has the time."""
+        self._compare_cuts: Callable[[], None] = lambda: None
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
         self._recorder = record_process(self.watched, "executor")
@@ -108,6 +109,7 @@ class Telemetry(Figures):
         """The engine can serve: say on the page how it does, and from now on in files where those are
         read. Workers have been forked: a thread before would have been in the way."""
         self._page.ready(setup.path, setup.reason, vllm.__version__)
+        self._compare_cuts = compare_cuts(setup, self._page)
         self._publisher.start()
 
     def measured_times(self, controller: ConcurrencyController, ahead: int) -> MeasuredTimes:
@@ -115,7 +117,13 @@ class Telemetry(Figures):
         way = (Phase.DISPATCH,) if ahead else ()
         times = MeasuredTimes(controller, self._page, samplers=self._samplers, way=way)
         polling = BestEffort("fitting the stages' times", bounded=False)
-        self.poll = partial(polling, None, times.poll)
+        comparing = BestEffort("comparing the cut of the layers with what was served")
+
+        def poll() -> None:
+            polling(None, times.poll)
+            comparing(None, self._compare_cuts)
+
+        self.poll = poll
         return times
 
     def close(self) -> None:

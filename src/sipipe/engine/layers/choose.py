@@ -5,6 +5,7 @@ in its own environment, so that nothing is left in the process that holds the en
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from vllm import envs
@@ -14,7 +15,15 @@ from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.bonds import Bond, boundaries, broken
-from sipipe.engine.layers.cut import Cut, cut_layers, kv_lost, layer_split, nearest_even, speed_up
+from sipipe.engine.layers.cut import (
+    Cut,
+    cut_layers,
+    kv_lost,
+    layer_split,
+    measured_cut,
+    nearest_even,
+    speed_up,
+)
 from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.setup.draft_head import head_of
@@ -130,6 +139,28 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
         kv_loss=kv_loss,
         memory=_memory(vllm_config),
         drafts=head_drafts(vllm_config),
+    )
+
+
+def cut_for_times(
+    vllm_config: VllmConfig,
+    facts: ModelFacts,
+    kv_loss: float,
+    layers: Cut,
+    seconds: Sequence[float],
+    behind: float,
+) -> tuple[Cut, float]:
+    """The cut that takes at most the part ``kv_loss`` of the KV cache's tokens, and would have been best for
+    times that were measured; arguments and result as those of :func:`.measured_cut`."""
+    return measured_cut(
+        facts,
+        layers,
+        seconds,
+        behind,
+        vllm_config.parallel_config.tensor_parallel_size,
+        device=device_kind(),
+        kv_loss=kv_loss,
+        memory=_memory(vllm_config),
     )
 
 

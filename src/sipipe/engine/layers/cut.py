@@ -10,7 +10,7 @@ Costs are counted in bytes of weights; what else a layer takes is added as such 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from sipipe.engine.layers.bonds import boundaries
@@ -71,18 +71,58 @@ def cut_layers(
     otherwise = even
     if drafts:
         otherwise = cut_layers(facts, p, t, device=device, kv_loss=kv_loss, memory=memory)
-    most = facts.layers
-    while most > max(even):
-        best = _shortest(costs, projection, p, most, allowed)
-        if not best:
-            break
-        if _tokens(facts, best, t, memory) >= least:
-            quicker = speed_up(facts, even, best, t, device=device, drafts=drafts)
-            pays = quicker * (1 - _WORTH_IT) > 1
-            return best if pays else otherwise
-        # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
-        most = max(best) - 1
-    return otherwise
+
+    def affordable(cut: Cut) -> bool:
+        return _tokens(facts, cut, t, memory) >= least
+
+    best = _quickest(costs, [1.0] * p, projection, even, allowed, affordable)
+    quicker = speed_up(facts, even, best, t, device=device, drafts=drafts)
+    return best if pays(quicker) else otherwise
+
+
+def measured_cut(
+    facts: ModelFacts,
+    layers: Cut,
+    seconds: Sequence[float],
+    behind: float,
+    t: int = 1,
+    *,
+    device: Device = "gpu",
+    kv_loss: float = 1.0,
+    memory: float = math.inf,
+) -> tuple[Cut, float]:
+    """Cut the layers as it would have been best for what stages have worked on. A layer that moves takes
+    as much longer or shorter as its new stage takes for its own.
+
+    Args:
+        facts: the model's sizes.
+        layers: the layers that the stages have.
+        seconds: seconds that each stage took for its layers, above 0.
+        behind: seconds that the last stage took for what is behind them, such as the output projection.
+        t, device, kv_loss, memory: as in :func:`cut_layers`.
+
+    Returns the cut, which is ``layers`` where no other is quicker, and the time of the slowest stage with
+    ``layers``, as a multiple of that with the cut.
+    """
+    p = len(layers)
+    costs, _ = _costs(facts, t, device)
+    rates = [took / cost for took, cost in zip(seconds, _stage_costs(costs, layers), strict=True)]
+    allowed = boundaries(facts.bonds, facts.layers)
+    even = nearest_even(facts.layers, p, allowed)
+    least = (1 - kv_loss) * _tokens(facts, even, t, memory)
+
+    def affordable(cut: Cut) -> bool:
+        return _tokens(facts, cut, t, memory) >= least
+
+    best = _quickest(costs, rates, behind, even, allowed, affordable)
+    before = _slowest(costs, rates, behind, layers)
+    after = _slowest(costs, rates, behind, best)
+    return (best, before / after) if after < before else (layers, 1.0)
+
+
+def pays(quicker: float) -> bool:
+    """Say if a cut whose slowest stage is ``quicker`` times as quick is worth taking."""
+    return quicker * (1 - _WORTH_IT) > 1
 
 
 def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf) -> float:
@@ -105,12 +145,15 @@ def speed_up(
     """Time of the slowest stage with layers ``before``, as a multiple of that with ``after``;
     ``drafts`` as in :func:`cut_layers`."""
     costs, projection = _costs(facts, t, device, drafts)
-    return _slowest(costs, projection, before) / _slowest(costs, projection, after)
+    equal = [1.0] * len(before)
+    slowest = _slowest(costs, equal, projection, before)
+    return slowest / _slowest(costs, equal, projection, after)
 
 
-def _slowest(costs: list[float], projection: float, layers: Cut) -> float:
-    """The cost of the dearest stage, where the last one has the projection."""
-    stages = _stage_costs(costs, layers)
+def _slowest(costs: list[float], rates: Sequence[float], projection: float, layers: Cut) -> float:
+    """The cost of the dearest stage, where a stage's layers cost ``rates`` times as much as ``costs`` says,
+    and the last one has the projection."""
+    stages = [rate * cost for rate, cost in zip(rates, _stage_costs(costs, layers), strict=True)]
     return max(*stages, stages[-1] + projection)
 
 
@@ -136,7 +179,7 @@ def share_projection(
     the projection on the last stage, as a multiple of the time so."""
     costs, projection = _costs(facts, t, device)
     parts, slowest = fill(_stage_costs(costs, even), [projection] * len(even))
-    return parts, _slowest(costs, projection, cut) / slowest
+    return parts, _slowest(costs, [1.0] * len(cut), projection, cut) / slowest
 
 
 def layers_work(facts: ModelFacts, layers: Cut, t: int, device: Device) -> tuple[float, ...]:
@@ -207,13 +250,40 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
     return parameters * facts.weight_bytes
 
 
-def _shortest(
-    costs: list[float], projection: float, p: int, most: int, starts: Sequence[int]
+def _quickest(
+    costs: list[float],
+    rates: Sequence[float],
+    projection: float,
+    even: Cut,
+    starts: Sequence[int],
+    affordable: Callable[[Cut], bool],
 ) -> Cut:
-    """The cut into ``p`` stages of at most ``most`` layers whose slowest stage is the quickest; of equal
-    ones the most even. Empty where the layers do not fit so few a stage.
+    """The cut whose slowest stage is the quickest, of those that are ``affordable``; ``even`` where none
+    is. ``rates`` as in :func:`_slowest`, ``starts`` as in :func:`_shortest`."""
+    most = len(costs)
+    while most > max(even):
+        best = _shortest(costs, rates, projection, most, starts)
+        if not best:
+            break
+        if affordable(best):
+            return best
+        # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
+        most = max(best) - 1
+    return even
+
+
+def _shortest(
+    costs: list[float],
+    rates: Sequence[float],
+    projection: float,
+    most: int,
+    starts: Sequence[int],
+) -> Cut:
+    """The cut into stages of at most ``most`` layers, one for each of ``rates``, whose slowest stage is the
+    quickest; of equal ones the most even. Empty where the layers do not fit so few a stage.
 
     By dynamic programming: the best cut of the layers from ``first`` on depends on nothing before."""
+    p = len(rates)
     total = len(costs)
     allowed = frozenset(starts)
     sums = [0.0, *itertools.accumulate(costs)]
@@ -226,7 +296,7 @@ def _shortest(
             count = total - first
             if count > most:
                 return math.inf, 0, ()
-            return sums[total] - sums[first] + projection, count**2, (count,)
+            return (sums[total] - sums[first]) * rates[-1] + projection, count**2, (count,)
         options: list[tuple[float, int, Cut]] = [(math.inf, 0, ())]
         for count in range(1, min(most, total - first - stages + 1) + 1):
             if first + count not in allowed:
@@ -234,7 +304,7 @@ def _shortest(
             slowest, squares, following = best(first + count, stages - 1)
             if not following:
                 continue
-            cost = sums[first + count] - sums[first]
+            cost = (sums[first + count] - sums[first]) * rates[p - stages]
             options.append((max(cost, slowest), squares + count**2, (count, *following)))
         return min(options)
 
@@ -253,7 +323,7 @@ def nearest_even(layers: int, p: int, starts: Sequence[int]) -> Cut:
     even = layer_split(layers, p)
     if set(itertools.accumulate(even[:-1])) <= set(starts):
         return even
-    return _shortest([1.0] * layers, 0.0, p, layers, starts)
+    return _shortest([1.0] * layers, [1.0] * p, 0.0, layers, starts)
 
 
 def layer_split(layers: int, p: int) -> Cut:

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.hardware import Assumed, Cluster, Efficiency, Engine, Sampling
+from sipipe.tools.planner.hardware import (
+    Assumed,
+    Cluster,
+    Efficiency,
+    Engine,
+    FrontEnd,
+    Sampling,
+)
 from sipipe.tools.planner.placement import Memory, Placement, Stage, kv_bytes, weight_bytes
 from sipipe.tools.planner.workload import Microbatch, Workload
 
@@ -45,6 +52,7 @@ class DatasheetCosts:
     cluster: Cluster
     efficiency: Efficiency
     sampling: Sampling
+    front_end: FrontEnd
     kv_element_bytes: float
 
     @property
@@ -59,13 +67,26 @@ class DatasheetCosts:
     def _bandwidth(self) -> float:
         return self.cluster.device.memory_gbs * 1e9 * self.efficiency.memory
 
+    @property
+    def _layer_us(self) -> float:
+        """Microseconds of a layer besides its products, attention and all-reduces."""
+        efficiency = self.efficiency
+        return efficiency.cpu_layer_us if self._on_cpus else efficiency.layer_us
+
+    @property
+    def _on_cpus(self) -> bool:
+        """True if the devices are CPUs."""
+        return self.cluster.device.kind == "cpu"
+
     def memory(self, placement: Placement, utilization: float) -> Memory:
         """The stage whose cache holds the fewest tokens: every token needs all stages."""
-        device = self.cluster.device
-        gpu = device.kind == "gpu"
-        available = device.memory_bytes * (utilization if gpu else 1.0)
-        workspace = self.efficiency.workspace_gib * 2.0**30 if gpu else 0.0
-        share = 1.0 if gpu else CPU_KV_SHARE  # of what the weights leave
+        available = self.cluster.device.memory_bytes
+        workspace = 0.0
+        share = CPU_KV_SHARE  # of what the weights leave
+        if not self._on_cpus:
+            available *= utilization
+            workspace = self.efficiency.workspace_gib * 2.0**30
+            share = 1.0
         stages = []
         for stage in placement.stages:
             weights = weight_bytes(self.facts, stage)
@@ -128,16 +149,17 @@ class DatasheetCosts:
         latent = stage.layers if self.facts.attention.kind == "mla" else 0
         least = sparse * self.efficiency.moe_us + latent * self.efficiency.mla_us
         hidden = roofline(least * _MICRO, products, self.efficiency.sharpness) - products
-        return stage.layers * self.efficiency.layer_us * _MICRO + hidden
+        return stage.layers * self._layer_us * _MICRO + hidden
 
     def _attention(self, stage: Stage, work: Microbatch) -> float:
         attention = self.facts.attention
+        reached = self.efficiency.cpu_attention if self._on_cpus else 1.0
         read = work.batch * work.context * kv_bytes(self.facts, stage, self.kv_element_bytes)
         heads = stage.layers / min(stage.t, attention.heads)
-        peak = self.cluster.device.flops(16) * self.efficiency.compute
+        peak = self.cluster.device.flops(16) * self.efficiency.compute * reached
         decode = roofline(
             work.rows * (_flops_per_context(attention, decode=True) * work.context) * heads / peak,
-            read / self._bandwidth,
+            read / (self._bandwidth * reached),
             self.efficiency.sharpness,
         )
         prompts = max(0.0, work.tokens - work.rows)
@@ -206,10 +228,14 @@ class DatasheetCosts:
         """Scheduler, messages and update of one iteration."""
         return (engine.schedule_us + engine.schedule_sequence_us * work.batch) * _MICRO
 
+    def front_end_time(self, work: Microbatch) -> float:
+        """CPU time of the API server for the tokens of one iteration, each streamed by itself."""
+        return work.batch * (self.front_end.token_us + self.front_end.chunk_us) * _MICRO
+
     def shared_cores(self) -> tuple[int, int]:
-        """Where devices are CPUs, and so compete with samplers and scheduler: the cores of all
-        hosts, and those of one device. (0, 0) for accelerators."""
-        if self.cluster.device.kind == "gpu":
+        """Where devices are CPUs, and so compete with samplers, scheduler and API server: the cores of
+        all hosts, and those of one device. (0, 0) for accelerators."""
+        if not self._on_cpus:
             return 0, 0
         return self.cluster.cores_per_host * self.cluster.hosts, max(1, self.cluster.device.cores)
 
@@ -228,6 +254,7 @@ def datasheet_costs(
         cluster=cluster,
         efficiency=hardware.efficiency(assumed),
         sampling=hardware.sampling(workload.sampling, assumed),
+        front_end=hardware.front_end(assumed),
         kv_element_bytes=workload.kv_element_bytes or float(facts.activation_bytes),
     )
 

@@ -93,6 +93,8 @@ class Efficiency:
     compute_narrow: float
     sharpness: float
     layer_us: float
+    cpu_layer_us: float
+    cpu_attention: float
     moe_us: float
     mla_us: float
     workspace_gib: float

@@ -148,6 +148,7 @@ def iterate(
         )
         on_cores = placement.t * (on_stages + sum(preparations))
         on_cores += schedule + (0.0 if on_device else costs.host_sampling(work, 1))
+        on_cores += costs.front_end_time(work)
         stations["CPU cores"] = on_cores / cores
     between = period(stations.values(), round_trip, inflight)
     stations[_ROUND_TRIP] = round_trip / inflight

@@ -80,7 +80,7 @@ class Search:
             facts=self.costs.facts,
             cluster=cluster,
             workload=self.workload,
-            front_end=hardware.front_end(Assumed(given=self.given)),
+            front_end=self.costs.front_end,
             choices=tuple(choices),
             rejected=tuple(rejected),
         )

@@ -13,8 +13,8 @@ from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account, shar
 from sipipe.tools.report.reader import Trace
 
 _UNEVEN = (
-    'compare the stages below. If one is busier, leave "layers" at "auto", which cuts by measured '
-    "times, or cut them yourself (--layers). If samplers are late, raise --samplers."
+    'compare the stages below. If one is busier, cut the layers by --layers: with "auto", the engine\'s '
+    "log names a cut that is quicker for what it has served. If samplers are late, raise --samplers."
 )
 _FAR = (
     "look at the start's log for the transport of the links (docs/transfer.md), and place stages that "
