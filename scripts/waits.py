@@ -40,7 +40,7 @@ BOUNDED = {
     "create_connection": "the other end",
 }
 """Of these the bound is taken from a constant argument; and who wakes them."""
-LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "Barrier"}
+LOCKS = {"FileLock", "Lock", "RLock", "Condition", "Semaphore", "Barrier"}
 MODULES = {
     "subprocess.run",
     "torch.distributed.broadcast",

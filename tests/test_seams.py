@@ -247,6 +247,8 @@ vllm.utils.cpu_resource_utils:get_cgroup_memory_usage()
 vllm.v1.executor.multiproc_executor:set_multiprocessing_worker_envs(local_world_size)
 vllm.platforms.interface:Platform.visible_device_id_to_physical_device_id(device_id)
 vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits(self, logits)
+# Files that torch compiles on CPUs.
+torch._inductor.codecache:_worker_compile_cpp(lock_path, cpp_builders)
 # Draft heads: vLLM's speculators, called on batches of ours.
 vllm.v1.worker.gpu.spec_decode:init_speculator(vllm_config, device, req_states)
 vllm.v1.worker.gpu.model_runner:init_speculator(vllm_config, device, req_states)
@@ -363,6 +365,9 @@ vllm.envs: VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
     VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK VLLM_FORCE_AOT_LOAD
     VLLM_USE_AOT_COMPILE VLLM_DISABLE_COMPILE_CACHE VLLM_USE_LAYERNAME
 vllm.utils.torch_utils: _USE_LAYERNAME
+torch._inductor.cpp_builder: CppBuilder _BUILD_TEMP_DIR
+torch._inductor.cpp_builder:CppBuilder: build get_target_file_path _output _output_dir _name
+torch._inductor.codecache: LOCK_TIMEOUT
 vllm.platforms.interface:Platform: ray_device_key ray_noset_device_env_vars device_control_env_var
     additional_env_vars
 vllm.config:ModelConfig: model dtype seed runner_type logits_processors is_multimodal_model

@@ -8,20 +8,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 MARK = "__sipipe__"
 """Attribute of a method that has been extended."""
 
 
-def extends(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def extends(
+    owner: type | ModuleType, name: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that is called in the place of a method, with that method before its arguments.
 
     A method is extended once in a process, by the first function: vLLM may call its plugins several
     times.
 
     Args:
-        owner: the class that has the method, or inherits it.
+        owner: the class that has the method, or inherits it; or the module that has the function.
         name: the method's name. A class method stays one, and a property that is only read, too.
     """
 

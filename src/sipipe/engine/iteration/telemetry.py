@@ -81,7 +81,7 @@ class Telemetry(Figures):
         super().__init__(setup, samplers, uuid.uuid4().hex)
         self._samplers = samplers
         self.poll: Callable[[], None] = lambda: None
-        """What looks at the figures where SiPipe's scheduler runs: called while an iteration is out, when
+        """Function that looks at the figures where SiPipe's scheduler runs: called while an iteration is out, when
         the engine's thread has the time."""
         self._compare_cuts: Callable[[], None] = lambda: None
         self.live = self._page.writer("executor")

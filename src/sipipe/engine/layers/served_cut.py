@@ -60,7 +60,7 @@ class ServedCut:
         self._stages = [page.block(("stage", stage, 0)) for stage in range(setup.stages)]
         self._calls = 0
         self._due = ENOUGH
-        self._said: Cut = setup.layers
+        self._named: Cut = setup.layers
         """The cut that was named last."""
 
     def look(self) -> None:
@@ -69,21 +69,23 @@ class ServedCut:
         if self._calls % EVERY:
             return
         layers = self._seconds(Phase.FORWARD)
-        behind = self._seconds(Phase.LOGITS)[-1]
-        if max(*layers, layers[-1] + behind) < self._due or min(layers) <= 0:
+        projection = self._seconds(Phase.LOGITS)[-1]
+        if max(*layers, layers[-1] + projection) < self._due or min(layers) <= 0:
             return
         self._due *= 2
-        cut, quicker = self._best(layers, behind)
-        if pays(quicker) and cut != self._said:
-            self._said = cut
-            logger.info("%s", describe(self._layers, cut, quicker, layers, behind))
+        cut, quicker = self._best(layers, projection)
+        if pays(quicker) and cut != self._named:
+            self._named = cut
+            logger.info("%s", describe(self._layers, cut, quicker, layers, projection))
 
     def _seconds(self, phase: Phase) -> list[float]:
         """Seconds that the stages have spent in ``phase``, measured by each one's first rank."""
         return [words[Word.PHASE_NS + phase] / 1e9 for words in self._stages]
 
 
-def describe(layers: Cut, cut: Cut, quicker: float, seconds: Sequence[float], behind: float) -> str:
+def describe(
+    layers: Cut, cut: Cut, quicker: float, seconds: Sequence[float], projection: float
+) -> str:
     """One line: which ``cut`` would have been better than ``layers``, and how to have it."""
 
     def text(numbers: Sequence[float], form: str) -> str:
@@ -92,6 +94,6 @@ def describe(layers: Cut, cut: Cut, quicker: float, seconds: Sequence[float], be
     return (
         f"Layers of the stages: for what was served so far, {text(cut, 'd')} would be {quicker:.2f} x as "
         f"quick in the slowest stage as {text(layers, 'd')} (these took {text(seconds, '.0f')} s, and the "
-        f"output projection {behind:.0f} s). The sipipe config "
+        f"output projection {projection:.0f} s). The sipipe config "
         f'"layers": {list(cut)} takes it at the next start'
     )

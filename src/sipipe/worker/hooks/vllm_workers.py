@@ -46,6 +46,7 @@ from sipipe.worker.hooks.native_launch import (
     may_launch_natively,
 )
 from sipipe.worker.hooks.stage_tensors import hand_on
+from sipipe.worker.hooks.whole_builds import build_whole_files
 from sipipe.worker.hooks.world import stage_world
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class _StageWorker:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the stage's layers, and mend or check what of vLLM's model does not suit a stage."""
+        build_whole_files()
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
