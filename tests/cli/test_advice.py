@@ -24,10 +24,8 @@ def test_one_request_is_quicker_where_both_cores_compute_than_in_stages_that_wai
     machine(2)
     told = advice.quicker_on_cpus(load_model("qwen3-0.6b"), 2, 1)
     first = told.split("; ")[0]
-    assert first.startswith("1 at once ")
-    assert "with --pp 1" in first
-    quick, slow = (float(first.split(word)[0].split()[-1]) for word in (" tok/s", " with --pp 2"))
-    assert quick > advice.CLEARLY * slow
+    assert first.startswith("1 at once by --pp 1 --tp ")
+    assert float(first.split()[-2]) >= advice.CLEARLY
     assert "\n" not in told
 
 
@@ -40,7 +38,7 @@ def test_one_stage_is_told_of_two_where_they_are_quicker(machine, monkeypatch):
     ways[2] = [SimpleNamespace(p=p, t=2 // p, throughput=12.0 * p) for p in (1, 2)]
     monkeypatch.setattr(advice, "on_host", lambda _, name, count, cores, load: ways[count])
     told = advice.quicker_on_cpus(facts, 1, 1)
-    assert told.startswith("1 at once 24 tok/s with --pp 2 --tp 1 and 10 with --pp 1 --tp 1; 16 at")
+    assert told.startswith("1 at once by --pp 2 --tp 1, about 2.4 x; 16 at")
 
 
 def test_nothing_is_said_of_a_machine_with_far_memory(machine):

@@ -68,8 +68,7 @@ def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
     assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 1"
     told = found["best degrees"]["text"]
     for load in (1, 16, 256):
-        assert f"{load}: --pp 1 --tp 1 (" in told
-    assert told.count("tok/s)") == 3
+        assert f"{load}: --pp 1 --tp 1" in told
 
 
 def test_degrees_that_were_asked_for_are_compared_with_quicker_ones(capsys, vllm, monkeypatch):
@@ -97,7 +96,7 @@ def test_gpus_that_the_planner_knows(capsys, vllm, monkeypatch, name):
     _, found = report(capsys)
     told = found["best degrees"]["text"]
     assert "1: --pp 1 --tp 4" in told
-    pp, tp = told.split("256: --pp ")[1].split(" (")[0].split(" --tp ")
+    pp, tp = told.split("256: --pp ")[1].split("; ")[0].split(" --tp ")
     assert found["start with"]["text"] == f"sipipe serve MODEL --pp {pp} --tp {tp}"
     assert int(pp) * int(tp) == 4
 

@@ -722,7 +722,7 @@ def test_serve_says_which_degrees_may_be_quicker_here(served, capsys, line, buil
     """And starts all the same."""
     served(line, build)
     told = capsys.readouterr().err
-    assert ("with --pp 1" in told and "sipipe bench" in told and "1 at once" in told) == said
+    assert ("by --pp 1" in told and "sipipe bench" in told and "1 at once" in told) == said
     assert bool(told) == said
 
 

@@ -198,7 +198,7 @@ def _what_sipipe_does(
         facts = load_model("qwen3-0.6b")
         quicker = quicker_on_cpus(facts, stages, ranks)
         if quicker:
-            text = f"{facts.name}: {quicker} (computed from its parts, measured now)"
+            text = f"for {facts.name} quicker, computed from this machine's parts: {quicker}"
             yield Finding("other degrees", "ok", text)
     aside = device == "cuda" and stages == 1
     if aside:  # the rest is of SiPipe's own processes

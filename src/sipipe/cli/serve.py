@@ -87,7 +87,7 @@ def _suiting(args: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
 
 def _quicker_degrees(argv: Sequence[str]) -> str:
     """One line with the loads that this machine's CPUs would serve more quickly with other degrees than
-    those of ``argv``, and their numbers. Empty if there are none, or the model's sizes are not
+    those of ``argv``, and how much. Empty if there are none, or the model's sizes are not
     known."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     # Without a value vLLM's parser refuses it.
