@@ -302,6 +302,23 @@ def test_nor_with_thinking_budgets(models, kind):
     with_and_without(path, [batch] * 2, drafts, **SAMPLERS, pipeline_parallel_size=2, **engine)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "pp"), [("eagle", 2), ("eagle3", 2), ("mtp", 1)])
+def test_nor_where_stage_and_head_are_compiled(models, tmp_path, kind, pp):
+    """As they are by default; the second engine loads what the first compiled."""
+    path, drafts = head(models, kind)
+    # Workers import vLLM themselves, as those of a user's engine do.
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path), "SIPIPE_TESTS_START_ANEW": "1"}
+    settings = {**SAMPLERS, "pipeline_parallel_size": pp, "enforce_eager": False}
+    settings |= {"speculative_config": drafts, "disable_log_stats": False, "env": environment}
+    expected = tokens(run_engine(path, long_greedy())[0])
+    for _ in range(2):
+        with Engine(path, **settings) as engine:
+            found, counted = engine.run([*long_greedy(), {"metrics": ACCEPTED}])
+        assert tokens(found) == expected
+        assert counted[ACCEPTED] > 0
+
+
 SERVED = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -312,8 +329,18 @@ SERVED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("door", "replicas"), [("sipipe", 1), ("vllm", 1), ("sipipe", 2)])
-def test_nor_where_they_are_served(models, tmp_path, door, replicas):
+@pytest.mark.parametrize(
+    ("door", "replicas", "draws"),
+    [
+        ("sipipe", 1, "samplers"),
+        ("vllm", 1, "samplers"),
+        ("sipipe", 2, "samplers"),
+        ("sipipe", 1, "device"),
+        ("vllm", 1, "device"),
+        ("sipipe", 2, "device"),
+    ],
+)
+def test_nor_where_they_are_served(models, tmp_path, door, replicas, draws):
     path, drafts = head(models, "eagle")
     asked = long_greedy()
     expected = tokens(run_engine(path, asked)[0])
@@ -322,6 +349,10 @@ def test_nor_where_they_are_served(models, tmp_path, door, replicas):
     if door == "vllm":
         options += ["--distributed-executor-backend", "sipipe.Executor"]
         more = {"module": VLLM, "forked": True}
+    if draws == "device":
+        options += ["--worker-extension-cls", ON_DEVICE["worker_extension_cls"]]
+        options += ["--additional-config", json.dumps({"sipipe": ON_DEVICE["sipipe"]})]
+        more |= {"forked": True, "more": ON_DEVICE["env"]}
     if replicas > 1:
         options += ["--data-parallel-size", str(replicas)]
     with Server(path, tmp_path / "log", *options, **more) as server:
