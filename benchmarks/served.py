@@ -1,7 +1,7 @@
 """What is served beside stock vLLM: short requests and chats, at once and as they arrive.
 
     python -m benchmarks.served [MODEL] [--quick] [--engines 3] [--rows sipipe,stock,stock-one,sipipe-one]
-    python -m benchmarks.served MODEL --loads short --sampling greedy,all --name served-large-vocabulary
+    python -m benchmarks.served MODEL --loads short --sampling greedy,all --name served-all-parameters
     python -m benchmarks.served MODEL --int8 DIRECTORY --rows sipipe,sipipe-one --no-rates --name served-int8
 
 Rows are those of ``sipipe bench``: two stages of SiPipe (``sipipe``) and of stock vLLM (``stock``), one
@@ -15,8 +15,8 @@ The noise is that of a set-up against itself: the largest of its answers to a lo
 repetitions, over the smallest.
 
 ``short``: 16 tokens in, 32 out. ``chat``: 200 to 600 in, 100 to 300 out, as long as the answers of
-ShareGPT are. Both at once, and in open arrivals at three rates, which the first round alone answers:
-they take as long as all others together.
+ShareGPT are. Both at once, and in open arrivals at three rates. All rounds answer those with most requests
+at once, and the first one alone answers the others, which take longer together.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ LENGTHS = {
     name: ["--dataset-name", "random", "--ignore-eos", *words.split()]
     for name, words in (("short", SHORT), ("chat", CHAT))
 }
-AT_ONCE = {"short": (1, 8, 64), "chat": (8, 32)}
+AT_ONCE = {"short": (1, 8, 64), "chat": (8, 24)}
 """Requests that are sent at once. As many chats as short ones would take most of a campaign."""
 RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.5, 1.0, 2.0)}
 """Requests a second: some that two cores answer at leisure, and some that they hardly can."""
-ARRIVING = {"short": 32, "chat": 16}
+ARRIVING = {"short": 32, "chat": 12}
 """Requests of each rate."""
 OF_THE_SAME = "of the same, not in 8 bits"
 SHOWN = ["load", "sampling", "requests", "rate", "engine", "tok/s", "of stock with the same stages"]
@@ -89,7 +89,9 @@ def main() -> None:
         order = rows[::-1] if number_of_round % 2 else rows
         servers = {name: server(model, name, args.int8) for name in order}
         seed = 1000 * number_of_round
-        asked = [load for load in loads if not load.rate or not number_of_round]
+        asked = [
+            load for load in loads if not number_of_round or in_all_rounds(load, args.requests)
+        ]
         rounds.append(answered(servers, model, asked, first=seed, timeout=LIMIT))
     report(
         "served",
@@ -101,6 +103,12 @@ def main() -> None:
         columns=[name for name in SHOWN if args.int8 or name != OF_THE_SAME],
         file=args.name,
     )
+
+
+def in_all_rounds(load: Load, most: int) -> bool:
+    """Say if every round answers ``load``: that with most requests of its kind, ``most`` at most."""
+    kind = load.name.partition(",")[0]
+    return not load.rate and load.requests == min(max(AT_ONCE[kind]), most)
 
 
 def server(model: str, row: str, int8: str) -> dict[str, Any]:

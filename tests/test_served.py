@@ -37,6 +37,16 @@ def test_both_loads_come_at_once_and_at_three_rates():
     assert {load.requests for load in served.loads_of(options(requests=4))} >= {1, 4}
 
 
+def test_rounds_after_the_first_answer_what_most_requests_ask_at_once():
+    again = [load for load in served.loads_of(options()) if served.in_all_rounds(load, 64)]
+    assert [(load.name.split(",")[0], load.sampling, load.requests) for load in again] == [
+        ("short", "greedy", 64),
+        ("short", "chat", 64),
+        ("chat", "greedy", 24),
+        ("chat", "chat", 24),
+    ]
+
+
 def figures(speed):
     times = {f"{part}_{of}_ms": speed for part in ("p50", "p99") for of in ("ttft", "tpot")}
     return {"output_throughput": float(speed)} | times
