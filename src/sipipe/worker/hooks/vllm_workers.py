@@ -46,7 +46,6 @@ from sipipe.worker.hooks.native_launch import (
     may_launch_natively,
 )
 from sipipe.worker.hooks.stage_tensors import hand_on
-from sipipe.worker.hooks.whole_builds import build_whole_files
 from sipipe.worker.hooks.world import stage_world
 
 if TYPE_CHECKING:
@@ -93,7 +92,6 @@ class _StageWorker:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the stage's layers, and mend or check what of vLLM's model does not suit a stage."""
-        build_whole_files()
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
@@ -210,6 +208,9 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
 if current_platform.is_cpu():
     from vllm.v1.worker import cpu_worker
 
+    # What torch compiles for GPUs are Triton's files, which it renames.
+    from sipipe.worker.hooks.whole_builds import build_whole_files
+
     class CPUStageWorker(_StageWorker, cpu_worker.CPUWorker):
         """One tensor-parallel rank of a stage on CPU cores."""
 
@@ -243,6 +244,7 @@ if current_platform.is_cpu():
             assert self.place is not None, "the process places its worker before it loads"
             self._natively = may_launch_natively(self.place.stages)
             use_compiled(self.vllm_config, natively=self._natively)
+            build_whole_files()
             # vLLM 0.33 compiles its kernels before the first request; ours need no compiling.
             self.vllm_config.kernel_config.enable_jit_warmup &= HAS_TRITON
             super().load_model(*args, **kwargs)
