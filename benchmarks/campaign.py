@@ -61,7 +61,7 @@ def _no_namespaces() -> str:
 
 
 CAMPAIGN_OF = (
-    Benchmark("served", "served MODEL", ("served",), 62),
+    Benchmark("served", "served MODEL", ("served",), 75),
     Benchmark(
         "drafts-of-a-head",
         "speculation MODEL --head HEAD --pp 2 --requests 1,8,32 --kinds chat --sampling greedy "
