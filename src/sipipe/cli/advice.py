@@ -4,8 +4,8 @@ It is computed as ``sipipe plan`` does, from what this machine's CPUs are measur
 bench`` measures engines.
 
 Rejected: tokens a second in the advice. The order of degrees was right wherever it was compared with what
-was served, and the level 1.1 to 1.6 times too high: two measurements of one machine within a minute
-differed by 1.8.
+was served, and the level 1.1 to 1.6 times too high: two measurements of one machine within a quarter
+of an hour differed by 1.8.
 """
 
 import os

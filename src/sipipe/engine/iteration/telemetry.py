@@ -81,9 +81,10 @@ class Telemetry(Figures):
         super().__init__(setup, samplers, uuid.uuid4().hex)
         self._samplers = samplers
         self.poll: Callable[[], None] = lambda: None
-        """Function that looks at the figures where SiPipe's scheduler runs: called while an iteration is out, when
-        the engine's thread has the time."""
+        """Function that looks at the figures, where SiPipe's scheduler runs. It is called while an iteration
+        is out, when the engine's thread has the time."""
         self._compare_cuts: Callable[[], None] = lambda: None
+        """Function that compares the cut of the layers with what was served, once the engine is ready."""
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
         self._recorder = record_process(self.watched, "executor")

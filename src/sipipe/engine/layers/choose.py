@@ -153,11 +153,11 @@ def cut_for_times(
     """The cut that takes at most the part ``kv_loss`` of the KV cache's tokens, and would have been best for
     times that were measured; arguments and result as those of :func:`.measured_cut`."""
     return measured_cut(
-        facts,
-        layers,
-        seconds,
-        behind,
-        vllm_config.parallel_config.tensor_parallel_size,
+        facts=facts,
+        layers=layers,
+        seconds=seconds,
+        behind=behind,
+        t=vllm_config.parallel_config.tensor_parallel_size,
         device=device_kind(),
         kv_loss=kv_loss,
         memory=_memory(vllm_config),

@@ -10,7 +10,7 @@ Costs are counted in bytes of weights; what else a layer takes is added as such 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from sipipe.engine.layers.bonds import boundaries
@@ -65,17 +65,11 @@ def cut_layers(
             counts the head pays, the cut is the one without: with many requests few drafts are made.
     """
     costs, projection = _costs(facts, t, device, drafts)
-    allowed = boundaries(facts.bonds, facts.layers)
-    even = nearest_even(facts.layers, p, allowed)
-    least = (1 - kv_loss) * _tokens(facts, even, t, memory)
+    even = nearest_even(facts.layers, p, boundaries(facts.bonds, facts.layers))
     otherwise = even
     if drafts:
         otherwise = cut_layers(facts, p, t, device=device, kv_loss=kv_loss, memory=memory)
-
-    def affordable(cut: Cut) -> bool:
-        return _tokens(facts, cut, t, memory) >= least
-
-    best = _quickest(costs, [1.0] * p, projection, even, allowed, affordable)
+    best = _quickest(facts, costs, [1.0] * p, projection, t=t, kv_loss=kv_loss, memory=memory)
     quicker = speed_up(facts, even, best, t, device=device, drafts=drafts)
     return best if pays(quicker) else otherwise
 
@@ -104,17 +98,9 @@ def measured_cut(
     Returns the cut, which is ``layers`` where no other is quicker, and the time of the slowest stage with
     ``layers``, as a multiple of that with the cut.
     """
-    p = len(layers)
     costs, _ = _costs(facts, t, device)
     rates = [took / cost for took, cost in zip(seconds, _stage_costs(costs, layers), strict=True)]
-    allowed = boundaries(facts.bonds, facts.layers)
-    even = nearest_even(facts.layers, p, allowed)
-    least = (1 - kv_loss) * _tokens(facts, even, t, memory)
-
-    def affordable(cut: Cut) -> bool:
-        return _tokens(facts, cut, t, memory) >= least
-
-    best = _quickest(costs, rates, behind, even, allowed, affordable)
+    best = _quickest(facts, costs, rates, behind, t=t, kv_loss=kv_loss, memory=memory)
     before = _slowest(costs, rates, behind, layers)
     after = _slowest(costs, rates, behind, best)
     return (best, before / after) if after < before else (layers, 1.0)
@@ -251,21 +237,27 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
 
 
 def _quickest(
+    facts: ModelFacts,
     costs: list[float],
     rates: Sequence[float],
     projection: float,
-    even: Cut,
-    starts: Sequence[int],
-    affordable: Callable[[Cut], bool],
+    *,
+    t: int,
+    kv_loss: float,
+    memory: float,
 ) -> Cut:
-    """The cut whose slowest stage is the quickest, of those that are ``affordable``; ``even`` where none
-    is. ``rates`` as in :func:`_slowest`, ``starts`` as in :func:`_shortest`."""
-    most = len(costs)
+    """The cut whose slowest stage is the quickest, of those that cost at most ``kv_loss`` of the even cut's
+    KV cache; the even one where there is none. ``rates`` as in :func:`_slowest`, the others as in
+    :func:`cut_layers`."""
+    starts = boundaries(facts.bonds, facts.layers)
+    even = nearest_even(facts.layers, len(rates), starts)
+    least = (1 - kv_loss) * _tokens(facts, even, t, memory)
+    most = facts.layers
     while most > max(even):
         best = _shortest(costs, rates, projection, most, starts)
         if not best:
             break
-        if affordable(best):
+        if _tokens(facts, best, t, memory) >= least:
             return best
         # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
         most = max(best) - 1

@@ -33,9 +33,8 @@ def build_whole_files() -> None:
     @extends(cpp_builder.CppBuilder, "build")
     def build_beside(build: Callable[[Any], None], builder: Any) -> None:
         place = builder.get_target_file_path()
-        partial_file = (
-            f"{place}.part"  # always the same: what is left of an earlier one is overwritten
-        )
+        # Always the same name: what a killed process has left is overwritten.
+        partial_file = f"{place}.part"
         output = builder._output
         builder._output = output.replace(place, partial_file)
         try:
