@@ -7,10 +7,11 @@
     python -m benchmarks.campaign --compare     # also names what differs from the kept figures
 
 Each benchmark is a command of its own, and its results go to ``build/campaign/COMMIT-MACHINE``. What
-is there already is not measured again, so that the same command goes on where it was stopped. A file
-has its figures as numbers, with ranges where there were repetitions, the wall time, the machine, its
-versions, the commit and the command. Exit status 1: a command failed, or a ratio of the canary is
-another than the kept one. A difference that ``--compare`` names is no failure: somebody has to read it.
+is there already is not measured again, so that the same command goes on where it was stopped, in
+``served`` and with drafts at the next engines. A file has its figures as numbers, with ranges where
+there were repetitions, the wall time of the last run, the machine, its versions, the commit and the
+command. Exit status 1: a command failed, or a ratio of the canary is another than the kept one. A
+difference that ``--compare`` names is no failure: somebody has to read it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results
-from benchmarks.harness import BUILD, MODELS, cell, number, numbers
+from benchmarks.harness import BUILD, MODELS, ROUNDS, cell, number, numbers
 from sipipe.tools.provenance import machine
 
 CAMPAIGN = Path("build/campaign")
@@ -273,23 +275,27 @@ def measure(benchmarks: Sequence[Benchmark], folder: Path) -> list[str]:
             print(f"{benchmark.name}: not measured: {reason}", flush=True)
         else:
             print(f"{title}: {shlex.join(command(benchmark))}", flush=True)
-            if why := _run(benchmark, folder):
+            if why := _run(benchmark, folder, reuse):
                 print(f"{benchmark.name}: {why}", flush=True)
                 failed.append(f"{benchmark.name}: {why}")
     return failed
 
 
-def _run(benchmark: Benchmark, folder: Path) -> str:
-    """Run one command and take its results into ``folder``; returns why it failed, or nothing."""
+def _run(benchmark: Benchmark, folder: Path, reuse: bool) -> str:
+    """Run one command and take its results into ``folder``; returns why it failed, or nothing.
+
+    ``reuse``: it goes on where one that was stopped had come to.
+    """
     files = {name: BUILD / f"{name}.json" for name in benchmark.results}
     for file in files.values():
         file.unlink(missing_ok=True)  # of an earlier run: they would pass for this one's
     log = folder / f"{benchmark.name}.log"
     began = time.monotonic()
-    with log.open("w") as out:
+    env = {**os.environ, **({ROUNDS: str(folder / "rounds")} if reuse else {})}
+    with log.open("a" if reuse else "w") as out:
         words = [sys.executable, *command(benchmark)[1:]]
         # wait: none, engines have bounds of their own; the command, or who interrupts the campaign
-        status = subprocess.run(words, stdout=out, stderr=out, check=False).returncode
+        status = subprocess.run(words, stdout=out, stderr=out, env=env, check=False).returncode
     wall = time.monotonic() - began
     if status:
         return f"its command ended with status {status} ({log})"

@@ -8,6 +8,7 @@ baseline and ours in the same run, because machines are shared and noisy, hands 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +30,9 @@ from sipipe.tools.provenance import machine
 BUILD = Path("build/bench")
 MODELS = Path("build/models")
 """Directory of the models that benchmarks make."""
+
+ROUNDS = "SIPIPE_CAMPAIGN_ROUNDS"
+"""Variable of the environment: directory in which a campaign's benchmarks keep their rounds."""
 
 
 def served_dtype() -> str:
@@ -64,6 +68,28 @@ def of_the_checkout(module: str) -> str:
     already = filter(None, [os.environ.get("PYTHONPATH")])  # such as vLLM's place
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src"), *already])
     return module
+
+
+def once(words: Sequence[Any], ask: Callable[[], Any]) -> Any:
+    """What ``ask`` returns, or what it returned to a campaign that was stopped since.
+
+    A campaign names in :data:`ROUNDS` a directory of its commit and machine. Without one all is asked anew.
+
+    Args:
+        words: what is asked, as JSON; what differs is another round.
+        ask: measures it, and returns what JSON can hold.
+    """
+    place = os.environ.get(ROUNDS)
+    if not place:
+        return ask()
+    digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(place) / f"{digest}.json"
+    if not path.exists():
+        answer = json.dumps(ask())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".part").write_text(answer)
+        path.with_suffix(".part").replace(path)  # whole, or not at all
+    return json.loads(path.read_text())
 
 
 def command() -> str:

@@ -24,10 +24,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import MODELS, report, served_dtype, spread
+from benchmarks.harness import MODELS, once, report, served_dtype, spread
 from benchmarks.make_model.checkpoint import make_model
 from benchmarks.side_by_side import Load, Runs, answered
 from sipipe.cli.bench_rows import server_job
@@ -84,7 +85,7 @@ def main() -> None:
     if args.int8:
         rows += [f"{name}{INT8}" for name in rows if name not in STOCK]
     loads = loads_of(args)
-    rounds = []
+    rounds: list[Runs] = []
     for number_of_round in range(1 if args.quick else args.engines):
         order = rows[::-1] if number_of_round % 2 else rows
         servers = {name: server(model, name, args.int8) for name in order}
@@ -92,7 +93,10 @@ def main() -> None:
         asked = [
             load for load in loads if not number_of_round or in_all_rounds(load, args.requests)
         ]
-        rounds.append(answered(servers, model, asked, first=seed, timeout=LIMIT))
+        words = [model, rows, args.int8, number_of_round, [load.name for load in asked]]
+        rounds.append(
+            once(words, partial(answered, servers, model, asked, first=seed, timeout=LIMIT))
+        )
     report(
         "served",
         f"Served, {Path(model).name}, {served_dtype()}, {len(rounds)} engine(s) a row, all alive, loads in turn",

@@ -22,10 +22,11 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report, served_dtype, spread
+from benchmarks.harness import once, report, served_dtype, spread
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.turns import turn
 from sipipe.tools.child import answer
@@ -202,10 +203,11 @@ def served(args: argparse.Namespace) -> None:
         }
         if not args.no_stock:
             jobs["stock"] = job | {"sipipe": None, "pp": 1, "speculative": of_stock}
-        found = [
-            measured_in_turn(dict(ordered(jobs, engine)), "benchmarks.speculation")
-            for engine in range(args.engines)
-        ]
+        found = []
+        for engine in range(args.engines):
+            sides = dict(ordered(jobs, engine))
+            ask = partial(measured_in_turn, sides, "benchmarks.speculation")
+            found.append(once([engine, list(sides), sides], ask))
         for number, load in enumerate(loads):
             runs = {
                 side: [run for each in found for run in each[side]["loads"][number]]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from benchmarks import campaign, results
+from benchmarks import campaign, harness, results
 from benchmarks.campaign import ASKED, CAMPAIGN_OF, CANARY_OF, RATIOS, Benchmark, differences
 from benchmarks.harness import spread
 
@@ -102,6 +102,25 @@ def test_figures_of_changed_files_are_measured_again(place, monkeypatch):
         monkeypatch.setattr(campaign, "place", lambda name=name: place / name)
         assert campaign.main() == 0
         assert len(ran) == times
+
+
+def test_a_benchmark_that_was_stopped_goes_on_at_its_next_round(tmp_path, monkeypatch):
+    asked = []
+
+    def of(round_of):
+        asked.append(round_of)
+        return {"runs": [round_of]}
+
+    def both():
+        return [harness.once(["served", n], lambda n=n: of(n)) for n in (0, 1)]
+
+    assert both() == both() == [{"runs": [0]}, {"runs": [1]}]
+    assert asked == [0, 1, 0, 1]  # by hand each is measured
+    monkeypatch.setenv(harness.ROUNDS, str(tmp_path / "rounds"))
+    harness.once(["served", 0], lambda: of(0))
+    asked.clear()
+    assert both() == both()
+    assert asked == [1]
 
 
 def test_what_this_machine_cannot_measure_is_named_and_no_failure(place, monkeypatch, capsys):
