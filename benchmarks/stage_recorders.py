@@ -92,7 +92,18 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
             }
         ]
     )
-    wrapper.worker.place, wrapper.worker.draws = place, True
+    boot: Any = SimpleNamespace(
+        place=place,
+        config=SiPipeConfig(cpu_sampling="on"),
+        watched=SimpleNamespace(inflight=SLOTS),
+        vllm_config=config,
+        rows=SLOTS * 128,
+        speculates=False,
+        head=None,
+        draws=True,
+        own_sampler=True,
+    )
+    wrapper.worker.boot = boot
     wrapper.init_device()
     from sipipe.observe.format import Header
     from sipipe.observe.recorder import open_recorder
@@ -120,14 +131,6 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
         draws = LastRows(runner, device, StageLogits(runner), reports=True)
     draws = draws.take_over(per_row=False)
     runner.model = NoModel(runner)
-    boot: Any = SimpleNamespace(
-        place=place,
-        config=SiPipeConfig(cpu_sampling="on"),
-        watched=SimpleNamespace(inflight=SLOTS),
-        vllm_config=config,
-        rows=SLOTS * 128,
-        speculates=False,
-    )
     around = Surroundings(
         boot=boot,
         wrapper=wrapper,

@@ -65,6 +65,10 @@ MEBIBYTE = 1 << 20
 log = logging.getLogger("prefill_router")
 
 
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
 def failure(status: int, message: str) -> web.Response:
     """An error in the form of vLLM's server, whose types are the status' names."""
     kind = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error") + "Error"
@@ -240,7 +244,7 @@ class Router:
         self._timeout = ClientTimeout(total=None, sock_connect=5, sock_read=timeout)
         self._client_timeout = client_timeout
         self._max_body = max_body
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = [_digest(key) for key in keys]
 
     def limits(self) -> dict[str, Any]:
         """The options of aiohttp's runner that bound what a client can take."""
@@ -281,6 +285,9 @@ class Router:
             response = failure(refusal.status, str(refusal))
         except web.HTTPException as error:  # aiohttp's own: no such path or method
             response = failure(error.status, f"{request.method} {request.path}: {error.reason}")
+        except ConnectionError:
+            # The client's: an engine's is an answer of its own. aiohttp would log one that is raised.
+            return failure(499, "the client takes nothing")
         except Exception as error:
             log.exception("%s %s", request.method, request.path)
             response = failure(500, f"the router failed: {type(error).__name__}")
@@ -291,7 +298,7 @@ class Router:
     def _has_key(self, request: web.Request) -> bool:
         """Whether the request has one of the keys, compared as vLLM's server does."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        digest = _digest(key)
         # All are compared: the time says nothing of which.
         matches = [hmac.compare_digest(digest, each) for each in self._keys]
         return not self._keys or (scheme.lower() == "bearer" and any(matches))

@@ -1,5 +1,6 @@
 """The core plan: who gets which cores, on machines from 1 to 64 cores."""
 
+import errno
 import math
 import os
 import platform
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from sipipe.config import CorePlacement
 from sipipe.control_groups import control_groups
-from sipipe.core_binding import claim, claimed, running_on
+from sipipe.core_binding import bind_threads, claim, claimed, running_on
 from sipipe.cores import (
     Core,
     cpus_of,
@@ -393,6 +394,18 @@ def test_a_thread_runs_elsewhere_for_a_while():
         with running_on([]):
             assert os.sched_getaffinity(0) == {min(before)}
     assert os.sched_getaffinity(0) == before
+
+
+def test_cpus_that_the_container_has_no_more_end_nothing(monkeypatch):
+    """A container's CPUs may change while a model loads."""
+
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with running_on([0]):
+        pass
+    bind_threads([0])
 
 
 def test_without_sys_every_cpu_is_a_core(tmp_path):

@@ -22,6 +22,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import safetensors.torch  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from sipipe.errors import ConfigError, UnsupportedError  # noqa: E402
 from sipipe.kv_files import connector  # noqa: E402
@@ -370,10 +376,19 @@ def namespace_of(load_format="auto", **changes):
     return connector.manifest(configured(load_format, **changes), caches)
 
 
+def attention(kind, **more):
+    """A layer's cache, as vLLM describes it."""
+    return kind(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, **more)
+
+
+FULL = attention(FullAttentionSpec)
+
+
 class Server:
     """The scheduler's side of a server of a model with one layer, whose worker's side stores at once."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, spec=FULL):
+        groups = [SimpleNamespace(kv_cache_spec=spec)]
         config = configured(get_total_num_hidden_layers=lambda: 1)
         config.kv_transfer_config = SimpleNamespace(
             kv_connector_extra_config={"directory": str(directory)},
@@ -381,7 +396,7 @@ class Server:
             is_kv_producer=True,
         )
         caches = SimpleNamespace(
-            kv_cache_groups=[None], hash_block_size=None, kv_cache_layout="LBHNC"
+            kv_cache_groups=groups, hash_block_size=None, kv_cache_layout="LBHNC"
         )
         self.files = connector.KVFiles(config, KVConnectorRole.SCHEDULER, caches)
         self.files.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda _: ([1, 2, 3],)))
@@ -437,6 +452,87 @@ def test_what_other_weights_have_computed_is_never_found(tmp_path):
     assert server.files.reset_cache()
     assert server.found(request) == 0
     assert Server(tmp_path).found(request) == 64
+
+
+WINDOW = attention(SlidingWindowSpec, sliding_window=64)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        WINDOW,
+        attention(ChunkedLocalAttentionSpec, attention_chunk_size=64),
+        UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL, "b": WINDOW}),
+    ],
+)
+def test_attention_with_a_window_is_refused(tmp_path, spec):
+    """Before the window vLLM has the null block: its content would be stored under a prompt's hash."""
+    with pytest.raises(UnsupportedError, match=r"has a window: .*--disable-sliding-window"):
+        Server(tmp_path, spec)
+    promoted = attention(FullAttentionSpec, sliding_window=64)  # as beside layers without one
+    Server(tmp_path, promoted)
+
+
+def test_processors_that_lay_keys_out_in_another_way_share_nothing(monkeypatch):
+    """AMX is no part of what torch calls the processor's capability."""
+    found = []
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        found.append(json.dumps(namespace_of()))
+    assert found[0] != found[1]
+
+
+def test_a_server_whose_weights_change_often_leaves_no_folders(tmp_path):
+    store = Store(tmp_path, 100_000)
+    spaces = [store.namespace({"weights": number}) for number in range(30)]
+    for number, space in enumerate(spaces):
+        store.describe({"weights": number})
+        for block in range(10):
+            store.write(space, f"{block:02}ab", NAME, tensors())
+    then = time.time() - 2 * kv_files.LEFT_OVER
+    for path in tmp_path.glob("*/manifest.json"):
+        os.utime(path, (then, then))
+    store.evict()
+    used = {path.parents[2].name for path in tmp_path.rglob(NAME)}
+    assert len(used) < 30
+    assert {path.name for path in tmp_path.iterdir()} == used | {".lock"}
+    assert spaces[-1] in used
+    store.describe({"weights": 0})
+    assert (tmp_path / spaces[0] / "manifest.json").exists()
+
+
+def a_worker(tmp_path, monkeypatch):
+    """A worker's side of a model with two layers, and the file of a block that it has stored."""
+    files = worker_of(8)
+    files._store = Store(tmp_path, 1 << 30)  # noqa: SLF001
+    files._layers = 2  # noqa: SLF001
+    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 0)
+    caches = {f"model.layers.{layer}.self_attn.attn": torch.ones(8, 4) for layer in (0, 1)}
+    files.register_kv_caches(caches)
+    tensors_of = {layer: cache[3] for layer, cache in files._caches.items()}  # noqa: SLF001
+    files._store.write(SPACE, BLOCK, NAME, tensors_of)  # noqa: SLF001
+    return files, files._store.folder(SPACE, BLOCK) / NAME  # noqa: SLF001
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES, None])
+def test_a_reader_that_is_short_of_something_removes_no_whole_file(tmp_path, monkeypatch, code):
+    files, path = a_worker(tmp_path, monkeypatch)
+    assert files._load(SPACE, BLOCK, 5)  # noqa: SLF001
+
+    def refuse(*_):
+        raise MemoryError if code is None else OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files._store, "read", refuse)  # noqa: SLF001
+    assert not files._load(SPACE, BLOCK, 5)  # noqa: SLF001
+    assert path.exists() == (code != errno.EACCES)
+
+
+def test_a_file_of_more_layers_than_the_model_has_is_not_read(tmp_path, monkeypatch):
+    """Its name would allow it any size."""
+    files, path = a_worker(tmp_path, monkeypatch)
+    path.rename(path.with_name("0-99999.0-1.safetensors"))
+    monkeypatch.setattr(files._store, "read", None)  # noqa: SLF001
+    assert not files._load(SPACE, BLOCK, 5)  # noqa: SLF001
 
 
 def test_what_decides_the_keys_of_a_cache_is_compared():

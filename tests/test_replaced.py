@@ -41,6 +41,9 @@ MEANT = {
         "original_max_model_len pipeline_parallel_size rank _all_stop_token_ids"
     ),
     "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
+    "a request of the engine's, before its scheduler sees it": (
+        "max_tokens _bad_words_token_ids lora_request"
+    ),
     "a scheduling output, before it is sent to the workers": (
         "new_token_ids earlier_aux_metadata kv_loads drafts_asked num_spec_tokens_to_schedule field "
         "_NUMBER"

@@ -304,7 +304,7 @@ def test_a_key_is_wanted_before_the_body_is_read():
     run(test, ["prefill a"], ["decode a"], keys=("y", "x"))
 
 
-def test_clients_that_send_nothing_or_take_nothing_are_let_go():
+def test_clients_that_send_nothing_or_take_nothing_are_let_go(caplog):
     """Headers and bodies that do not come, and streams that are not read; the engine's request ends."""
 
     async def test(running):
@@ -320,6 +320,14 @@ def test_clients_that_send_nothing_or_take_nothing_are_let_go():
             await running.engines["decode a"].ended.wait()
 
     run(test, ["prefill a"], ["decode a"], client_timeout=0.3)
+    assert "Traceback" not in caplog.text, "any client could fill the log"
+
+
+def test_a_key_of_any_bytes_is_one():
+    async def test(running):
+        assert await running.ask()
+
+    run(test, ["prefill a"], ["decode a"], keys=("\udcff",))
 
 
 def test_many_streams_and_an_engine_that_hangs_do_not_hold_up_health():

@@ -42,7 +42,6 @@ from benchmarks.emulation.runner import EmulatedRunner
 from benchmarks.emulation.speculator import EmulatedSpeculator
 from benchmarks.emulation.stock_costs import Costs
 from sipipe.messages.measured import Measured
-from sipipe.messages.stage_place import StagePlace
 from sipipe.messages.start_records import ProjectionOffer, WorkerBoot
 from sipipe.worker.hooks.world import PipelineStandIn
 from sipipe.worker.projection.share import ProjectionShare
@@ -217,24 +216,21 @@ class EmulatedWorker(WorkerBase):
     """One stage, whatever ranks it has: their time is in the profile."""
 
     use_v2_model_runner = True
-    place: StagePlace
-    draws = True
-    reserved = 0
-    head: Any = None
+    boot: WorkerBoot
     speculator: EmulatedSpeculator | None = None
     beside: _ProjectionBeside | None = None
     """This stage's part of the output projection, beside its forward passes."""
 
     def init_device(self) -> None:
         # vLLM makes it of processes alone, and its scheduler's side asks it for the stage.
-        parallel_state._PP = PipelineStandIn(self.place)  # noqa: SLF001
+        parallel_state._PP = PipelineStandIn(self.boot.place)  # noqa: SLF001
         self.device = torch.device("cpu")
         torch.set_num_threads(1)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         profile = read_profile(os.environ["EMULATED_PROFILE"])
-        self.profile, self._stage = profile, profile.stages[self.place.stage]
-        self._random = random.Random(self.place.rank)
+        self.profile, self._stage = profile, profile.stages[self.boot.place.stage]
+        self._random = random.Random(self.boot.place.rank)
         dtype, width = self.model_config.dtype, self.model_config.get_hidden_size()
         tokens = self.scheduler_config.max_num_batched_tokens
         # What the forward pass has received, and what it has made.
@@ -248,19 +244,19 @@ class EmulatedWorker(WorkerBase):
             self.vllm_config,
             _Projection(self.emulated, profile, vocabulary, vocabulary, dtype),
             dict.fromkeys(_HIDDEN, came),
-            last=self.place.is_last,
+            last=self.boot.place.is_last,
         )
-        if self.head is not None and self.place.is_last:
+        if self.boot.head is not None and self.boot.place.is_last:
             assert profile.head is not None, "the profile is made for as many drafts"
             self.speculator = EmulatedSpeculator(
-                self.vllm_config, self.head, profile.head, self.emulated
+                self.vllm_config, self.boot.head, profile.head, self.emulated
             )
 
     def parts(self, boot: WorkerBoot) -> tuple[Any, ProjectionShare]:
         return self.emulated, EmulatedSharing(boot, self, self.emulated)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {f"stage{self.place.stage}": self._cache()}
+        return {f"stage{self.boot.place.stage}": self._cache()}
 
     def _cache(self) -> FullAttentionSpec:
         """For one layer of any shape: what counts is how many tokens fit."""
@@ -300,11 +296,11 @@ class EmulatedWorker(WorkerBase):
             samples = int((computed + scheduled >= batch.prefill_len_np).sum())
             usual += self.beside.seconds(samples)
         seconds = usual * max(0.0, self._random.gauss(1.0, self.profile.jitter))
-        if not self.place.is_first:
+        if not self.boot.place.is_first:
             group.receive()
             self._costs.before_pass()
         self.emulated.launch(seconds)  # at once: from here on the device is said to be busy
-        if not self.place.is_last:
+        if not self.boot.place.is_last:
             there = self.emulated.mark() + round(self._stage.hop(batch.num_tokens) * 1e9)
             _times(self._made)[0] = there
             self._sent = group.send(dict.fromkeys(_HIDDEN, self._made))

@@ -45,7 +45,7 @@ def claimed(names: Path = Path("/proc/net/unix")) -> set[int]:
 def bind_threads(cpus: Collection[int]) -> None:
     """Bind every thread of this process, and those that they start."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(OSError):  # it has ended, or the container has other CPUs by now
             os.sched_setaffinity(int(thread), cpus)
 
 
@@ -79,8 +79,10 @@ def running_on(cpus: Collection[int]) -> Iterator[None]:
     """While active, the calling thread runs on ``cpus``: memory that it allocates is of their NUMA
     node, and stays there. Empty: wherever it runs."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus or before)
+    with suppress(OSError):  # the container has other CPUs by now
+        os.sched_setaffinity(0, cpus or before)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)

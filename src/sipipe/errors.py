@@ -29,11 +29,16 @@ def remedy(error: BaseException) -> str:
 
 
 def tell(line: object) -> None:
-    """Write one line for whoever started this process."""
+    """Write one line for whoever started this process, after the command's name."""
     # A value that the line repeats, such as a path, may have line breaks of its own.
-    text = " ".join(part.strip() for part in str(line).splitlines())
-    with suppress(OSError):  # the terminal is closed, or who read the log is gone
-        print(f"sipipe: {text}", file=sys.stderr, flush=True)
+    say("sipipe: " + " ".join(part.strip() for part in str(line).splitlines()))
+
+
+def say(text: str) -> None:
+    """Write a text to standard error. What cannot be written there ends nothing."""
+    # The terminal is closed, who read the log is gone, or the log's disk is full.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class SiPipeError(Exception):

@@ -51,6 +51,10 @@ take on one busy core."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+TEMPORARY = "sipipe-kernels-"
+"""Beginning of the name of a directory of kernels that is removed when its process ends."""
+
+
 @cache
 def cache_key(package: str) -> str:
     """Hash of what ``package``'s kernels depend on: sources, Numba, NumPy, CPU name and features."""
@@ -99,7 +103,7 @@ def _in_temporary_directory(parts: list[str]) -> Path:
         # Everybody can write in /tmp, so somebody else may have put a link there.
         if not base.is_symlink():
             return code_directory(base, parts)
-    directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
+    directory = Path(tempfile.mkdtemp(prefix=TEMPORARY))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import select
 import sys
 
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
@@ -49,15 +50,22 @@ def set_lock(descriptor: int, command: int, flock: bytes) -> None:
 
 def open_standard_streams() -> None:
     """Open ``/dev/null`` for each standard stream that this process was started without, as by
-    ``>&-``. Does nothing where all are open.
+    ``>&-``, and for output whose reader is gone. Does nothing where all are open.
 
     A socket would get the number of a closed one, and every process that is started later would print
-    into it. Python has None for such a stream, and whoever flushes it fails.
+    into it. Python has None for such a stream, and whoever flushes it fails. So does whoever flushes
+    what nobody reads, as `multiprocessing` does before it starts a process.
     """
     null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
     while null <= 2:
         os.set_inheritable(null, True)
         null = os.open(os.devnull, os.O_RDWR)
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)  # errors and a peer that has gone are always reported
+    # With a timeout of 0 it does not wait.
+    for descriptor, _ in outputs.poll(0):
+        os.dup2(null, descriptor)
     os.close(null)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -1,6 +1,7 @@
 """Runs ``supervise`` with a stand-in for the server: ``supervised.py SERVER [--restart]``."""
 
 import ctypes
+import errno
 import os
 import sys
 
@@ -29,11 +30,15 @@ SERVERS = {
     "open(sys.argv[3], 'w').write(lock._semlock.name); say('up'); hang()",
     "leaves one": "child = os.fork() or hang(); os.kill(child, signal.SIGSTOP); "
     "print('up', child, flush=True); sys.exit(1)",
+    # As Python does before it starts a process, after a log line that went nowhere.
+    "starts processes": "sys.stderr.write('a line\\n'); multiprocessing.util._flush_std_streams(); "
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
+    "hang() if os.path.exists(sys.argv[3]) else (open(sys.argv[3], 'w'), os.abort())",
     "comes back": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
     "hang() if os.path.exists(sys.argv[3]) else (open(sys.argv[3], 'w'), os.abort())",
 }
 CODE = """
-import multiprocessing, os, signal, socket, sys, time
+import multiprocessing.util, os, signal, socket, sys, time
 sys.argv[1:] = sys.argv[2:] + [sys.argv[1]]
 pair = socket.socket(fileno=int(sys.argv[1]))
 sys.path[:] = {path!r}
@@ -56,6 +61,19 @@ if __name__ == "__main__":
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     if "--log" in sys.argv:  # a closed terminal, from here on
         os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    if "--no-reader" in sys.argv:  # who reads the log ends
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+    if "--no-room" in sys.argv:  # for another process, when the second is started
+        start, refusals = supervise.start_child, iter([0, errno.EAGAIN])
+
+        def start_child(*arguments, **options):
+            if number := next(refusals, 0):
+                raise OSError(number, os.strerror(number))
+            return start(*arguments, **options)
+
+        supervise.start_child = start_child
     supervise.GRACE = 3600.0 if "--patient" in sys.argv else 0.5
     supervise.FIRST_BREAK = 0.01
     code = CODE.replace("{path!r}", repr(sys.path)) + SERVERS[name]

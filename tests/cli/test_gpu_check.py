@@ -1,6 +1,7 @@
 """``sipipe gpu-check`` where there is no GPU: what needs none runs, the rest is skipped by name."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,7 +61,16 @@ def test_a_step_that_is_not_there_is_named(capsys):
     assert '--steps "three" is none of versions, links, stock' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "numbers.jsonl", "."])
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_file_to_append_to(tmp_path, capsys):
+    """Its lines are read before the first step, from whoever writes it: this process."""
+    out = str(tmp_path / "pipe")
+    os.mkfifo(out)
+    assert cli.main(["gpu-check", "--without-gpu", "--steps", "versions", "--out", out]) == 2
+    assert capsys.readouterr().err == f'sipipe: gpu-check: --out "{out}" is no regular file\n'
+
+
+@pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "numbers.jsonl"])
 def test_a_file_that_cannot_be_appended_to_is_said_before_any_step(tmp_path, capsys, out):
     (tmp_path / "other.txt").write_text("notes")
     (tmp_path / "numbers.jsonl").write_text("5\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sipipe
+from sipipe import jit
 from sipipe.cli import COMMANDS, main
 from sipipe.cli.supervise import SERVER
 from sipipe.sampler.warmup import DTYPES
@@ -199,6 +200,46 @@ def test_a_command_needs_no_output():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("arguments", ["--version", "plan --assumptions", "--nonsense"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_full_disk_is_a_failure_of_what_cannot_be_written(arguments, stream):
+    """One line where there is a place for it; what only stands on standard error changes no status."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sipipe", *arguments.split()],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full},
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    wrong = arguments == "--nonsense"
+    if stream == "stderr" or wrong:
+        assert done.returncode == (2 if wrong else 0)
+    else:
+        assert done.returncode == 1
+        assert done.stderr == "sipipe: [Errno 28] No space left on device\n"
+
+
+def test_standard_error_has_one_writer():
+    """What cannot be written there ends nothing: see `sipipe.errors.say`."""
+    writes = re.compile(r"print\([^)]*sys\.stderr|sys\.stderr\.write")
+    files = [file for file in SOURCE.rglob("*.py") if writes.search(file.read_text())]
+    assert files == [SOURCE / "errors.py"]
+
+
+def test_a_terminal_without_a_size_gets_its_tables():
+    done = subprocess.run(
+        [sys.executable, "-m", "sipipe", "plan", "--assumptions"],
+        env={**os.environ, "COLUMNS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "efficiency.sharpness" in done.stdout
+
+
 def test_an_output_that_is_not_utf8_gets_marks_for_what_it_lacks():
     done = subprocess.run(
         [sys.executable, "-m", "sipipe", "generate", "--help"],
@@ -225,6 +266,13 @@ def test_warm_fills_the_kernel_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sipipe.sampler.warmup.warm_up", asked.extend)
     monkeypatch.setattr("sipipe.sampler.drafts.warm_up_ngrams", lambda: asked.append("drafts"))
     monkeypatch.setattr("sipipe.worker.inputs.kernels.warm_up", lambda: asked.append("inputs"))
-    assert main(["warm"]) == 0
+    monkeypatch.setenv("SIPIPE_CACHE_DIR", str(tmp_path / "cache"))
+    jit.cache_directory.cache_clear()
+    assert main(["warm"]) == 1
     assert asked == [*DTYPES, "drafts", "inputs"]
+    assert "warm: nothing was kept in" in capsys.readouterr().err, "as on a full disk"
+    for package in ("sipipe.sampler", "sipipe.sampler.kernels", "sipipe.worker.inputs"):
+        (jit.cache_directory(package) / "kernel.nbc").touch(0o600)
+    assert main(["warm"]) == 0
     assert "done after" in capsys.readouterr().out
+    jit.cache_directory.cache_clear()

@@ -9,6 +9,7 @@ import pytest
 from tests.tools.planner.planned import config
 
 from sipipe.cli import main
+from sipipe.tools.planner.hardware import assumptions
 
 HOSTS = ("--gpu", "h100", "--hosts", "2", "--gpus-per-host", "8")
 
@@ -42,6 +43,16 @@ def test_stock_wins_by_name(capsys):
     assert "fastest: stock vLLM (vllm-async), P1T2" in out
     assert "vllm serve mistralai/Mixtral-8x7B-Instruct-v0.1 -pp 1 -tp 2" in out
     assert "sipipe serve" not in out
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", ["0", "1e-9", "1e9"])
+def test_any_number_that_is_taken_is_computed_with(capsys, number):
+    words = ("llama-3.1-8b", "--gpu", "h100", "--gpus-per-host", "2", "--sampling", "greedy")
+    for name in assumptions():
+        assert main(["plan", *words, "--assume", f"{name}={number}"]) in (0, 1, 2), name
+        said = capsys.readouterr().err
+        assert said.count("\n") <= 1, said
 
 
 def test_inputs_that_are_assumed_are_listed_and_can_be_stated(capsys):

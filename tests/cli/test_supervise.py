@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from sipipe.errors import ConfigError
+from sipipe.ipc import last_word, sockets
 from sipipe.ipc.sockets import PREFIX, free_path, own_sockets, remove_dead
 
 SCRIPT = Path(__file__).with_name("supervised.py")
@@ -217,6 +218,36 @@ def test_it_is_started_again_where_nobody_reads_the_log(supervised):
     assert process.wait(20) == 0
 
 
+def test_a_server_that_is_started_again_can_start_processes_where_nobody_reads_the_log(supervised):
+    process, _ = supervised("starts processes", "--restart", "--no-reader", "--patient")
+    server_of(process)
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_a_server_that_cannot_be_started_just_then_is_started_later(supervised):
+    """As when process ids ran out, which had ended the server before."""
+    process, _ = supervised("comes back", "--restart", "--no-room", "--patient")
+    server_of(process)
+    process.terminate()
+    assert process.wait(20) == 0
+    said = process.stderr.read()
+    assert "the server cannot be started: [Errno 11] Resource temporarily unavailable" in said
+
+
+def test_an_earlier_engine_of_who_starts_it_is_not_its_reason(supervised, monkeypatch):
+    """A notebook that had an engine, and runs `sipipe serve` from a cell."""
+    monkeypatch.setenv(last_word.VARIABLE, "")
+    monkeypatch.setattr(last_word, "_held", held := {})
+    last_word.hold_last_word()
+    last_word.leave_last_word("an earlier engine's")
+    process, _ = supervised("dies")
+    assert process.wait(20)
+    assert process.stderr.read().strip() == "sipipe: sampler0 keeps dying"
+    for place in held.values():
+        os.close(int(place.name))
+
+
 def test_a_containers_first_process_keeps_no_dead_ones(supervised):
     process, _ = supervised("leaves an orphan", "--restart", "--first", "--patient")
     second = server_of(process)
@@ -293,6 +324,18 @@ def test_directories_of_the_living_stay(tmp_path, monkeypatch):
         assert Path(directory).is_dir()
     assert not Path(directory).exists()
     assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
+def test_a_directory_whose_maker_was_killed_is_removed(tmp_path, monkeypatch):
+    """Between its two names, which takes a moment."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    new, old = (tmp_path / f".{PREFIX}{name}" for name in ("new", "old"))
+    for directory in (new, old):
+        directory.mkdir()
+    then = time.time() - 2 * sockets.MAKING
+    os.utime(old, (then, then))
+    remove_dead()
+    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_a_long_path_for_temporary_files_has_room_for_no_socket(tmp_path, monkeypatch):

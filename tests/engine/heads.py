@@ -43,12 +43,14 @@ def eagle(directory: Path) -> Path:
     return path
 
 
-def eagle3(directory: Path, *, draft_vocab: int | None = None) -> Path:
+def eagle3(directory: Path, *, draft_vocab: int | None = None, taps: bool = True) -> Path:
     """An EAGLE-3 head of :func:`target`, which reads hidden states of layers 1, 2 and 4.
 
-    ``draft_vocab``: it proposes these many tokens alone, every third of the vocabulary.
+    Args:
+        draft_vocab: it proposes these many tokens alone, every third of the vocabulary.
+        taps: False: it reads the last layer's alone.
     """
-    path = directory / f"eagle3-head-{draft_vocab or 'all'}"
+    path = directory / f"eagle3-head-{draft_vocab or 'all'}-{'taps' if taps else 'last'}"
     if not path.exists():
         folder = target(directory)
         config = json.loads((folder / "config.json").read_text())
@@ -57,10 +59,13 @@ def eagle3(directory: Path, *, draft_vocab: int | None = None) -> Path:
         weights |= _hands_on(config, "midlayer.self_attn.")
         weights["midlayer.input_layernorm.weight"] = torch.ones(hidden)
         weights["midlayer.hidden_norm.weight"] = torch.ones(hidden)
-        weights["fc.weight"] = 0.1 * torch.eye(hidden).repeat(1, 3)
+        if taps:
+            weights["fc.weight"] = 0.1 * torch.eye(hidden).repeat(1, 3)
         weights["norm.weight"] = torch.ones(hidden)
         head = load_file(folder / "model.safetensors")["lm_head.weight"]
         config |= {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        if not taps:
+            config["eagle_config"] = {"use_aux_hidden_state": False}
         if draft_vocab is not None:
             chosen = torch.arange(draft_vocab) * 3
             head = head[chosen].clone()

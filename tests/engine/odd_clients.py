@@ -22,6 +22,12 @@ UNREADABLE = {
 """What the front end sends, and the engine does not take."""
 UNSENT = {"numpy": {"temperature": np.float32(0.5)}, "object": {"extra_args": {"a": object()}}}
 """What the front end cannot send."""
+HUGE = {
+    "most": {"max_tokens": 2**31 - 1},
+    "more": {"max_tokens": 2**31},
+    "least": {"min_tokens": 2**63, "max_tokens": 2**63},
+}
+"""What a stage's tables of 32 bits have no room for: served up to the longest request."""
 PLAIN = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 TWO = {"temperature": 1.0, "n": 2, "seed": 5}
 ENGINE = {
@@ -79,6 +85,9 @@ async def ask(path: str, stages: int) -> dict:
     said["priority"], said["number"], said["adapter"], said["call"] = answers[2 * len(odd) : -3]
     said["beside"] = answers[-3:]
     said["behind"] = await ends(engine, "behind", {})
+    said["huge"] = {name: await ends(engine, name, values) for name, values in HUGE.items()}
+    adapter = LoRARequest("a", 2**31, "/nowhere")
+    said["large id"] = await ends(engine, "large id", {}, lora_request=adapter)
     said["left"] = len(engine.output_processor.request_states)
     engine.shutdown()
     return said
@@ -100,6 +109,7 @@ def offline(path: str, stages: int) -> dict:
     said: dict = {"alone": said_to({})}
     said["one"] = {name: said_to(values) for name, values in (UNREADABLE | UNSENT).items()}
     said["two"] = {name: said_to(TWO | values) for name, values in UNSENT.items()}
+    said["huge"] = {name: said_to(values) for name, values in HUGE.items()}
     said["behind"] = said_to({})
     return said
 

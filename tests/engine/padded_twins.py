@@ -31,7 +31,7 @@ compile_or_warm_up = cpu_worker.CPUWorker.compile_or_warm_up_model
 
 def warmed_up(worker):
     times = compile_or_warm_up(worker)
-    if worker.draws:
+    if worker.boot.draws:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
     return times
 

@@ -52,6 +52,7 @@ def head(models, kind):
         "eagle": lambda: heads.eagle(models),
         "eagle3": lambda: heads.eagle3(models),
         "eagle3 of few tokens": lambda: heads.eagle3(models, draft_vocab=300),
+        "eagle3 of the last layer": lambda: heads.eagle3(models, taps=False),
     }[kind]()
     method = kind.partition(" ")[0]
     return heads.target(models), {"method": method, "model": str(made), "num_speculative_tokens": 3}
@@ -73,6 +74,7 @@ def long_greedy():
         pytest.param("eagle", 1, marks=pytest.mark.slow),
         pytest.param("eagle3", 2, marks=pytest.mark.slow),
         pytest.param("eagle3 of few tokens", 2, marks=pytest.mark.slow),
+        ("eagle3 of the last layer", 2),
         pytest.param("mtp", 1, marks=pytest.mark.slow),
     ],
 )

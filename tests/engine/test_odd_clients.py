@@ -33,6 +33,9 @@ def test_a_value_of_a_wrong_type_is_its_requests_own_fault(tmp_path, door):
     said = json.loads(run.stdout.splitlines()[-1])
     assert len(said["alone"]) == 24
     assert said["behind"] == said["alone"]
+    for tokens in said["huge"].values():
+        assert len(tokens) == 128 - 3, "up to --max-model-len"
+        assert tokens[:24] == said["alone"]
     kind = "VLLMValidationError" if door == "async" else "error"
     for name, value in NAMES.items():
         error, message = said["one"][name]
@@ -58,5 +61,6 @@ def check_others(said):
     assert error == "VLLMValidationError"
     assert message.startswith('Invalid request: LoRA adapter "a" cannot be loaded: ')
     assert "/nowhere" in message
+    assert "has the id 2147483648" in said["large id"][1]
     assert "request_id must be a string" in said["number"][1]
     assert "the result of the call cannot be sent" in said["call"]

@@ -103,7 +103,6 @@ def test_complete_and_in_order(scene):
     scene.receiver.expect(3, [0, 1])
     scene.receiver.expect(5, [1])
     scene.receiver.expect(6, [0, 1])
-    scene.receiver.expect(7, [])
     a.send(3, b"a3")
     a.send(6, b"a6")
     b.send(3, b"b3")
@@ -113,7 +112,6 @@ def test_complete_and_in_order(scene):
     b.send(5, b"b5")
     assert scene.collect() == (5, {1: b"b5"})
     assert scene.collect() == (6, {0: b"a6", 1: b""})
-    assert scene.collect() == (7, {})
     assert scene.read() is None
 
 
@@ -138,7 +136,7 @@ def test_close_ends_both_ends(scene):
     scene.receiver.close()
     with pytest.raises(ChannelClosed):
         scene.collect()
-    scene.receiver.expect(0, [])  # the engine's thread may still be publishing
+    scene.receiver.expect(0, [0])  # the engine's thread may still be publishing
     sender = scene.sender(0)
     with pytest.raises(PeerDiedError):
         sender.send(0, b"x")
@@ -168,8 +166,6 @@ def test_other_threads_wake_the_one_that_collects(scene):
 
     thread = threading.Thread(target=collect)
     thread.start()
-    scene.receiver.expect(0, [])
-    assert await_next() == (0, {})
     scene.receiver.expect(1, [0])
     scene.sender(0).send(1, b"one")
     assert await_next() == (1, {0: b"one"})
@@ -247,7 +243,7 @@ class Twin:
 INDEX = st.integers(0, 2)
 OPERATIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("expect"), st.frozensets(INDEX)),
+        st.tuples(st.just("expect"), st.frozensets(INDEX, min_size=1)),
         st.tuples(st.just("send"), INDEX, st.integers(0, 3), st.booleans()),
         st.tuples(st.just("die"), INDEX, st.booleans()),
         st.tuples(st.just("replace"), INDEX),

@@ -81,6 +81,13 @@ def test_one_that_never_comes_is_no_wrong_configuration(monkeypatch, clock, said
     assert 600 <= clock.now < 610
 
 
+def test_a_name_that_no_resolver_is_asked_for_is_waited_for_in_vain(monkeypatch, clock, said):
+    """Python's own encoding of names refuses some, and a thread that ends so answers nobody."""
+    answers(monkeypatch, UnicodeError("label empty or too long"))
+    with pytest.raises(ResourceError, match=r"no such host .label empty or too long., after 600 s"):
+        address_of("odd.invalid", "--master-addr", 600.0)
+
+
 def test_a_resolver_that_hangs_does_not_silence_it(monkeypatch, said):
     """Real time: a resolver is bounded by nothing of ours."""
     release = threading.Event()
@@ -97,7 +104,9 @@ def test_a_resolver_that_hangs_does_not_silence_it(monkeypatch, said):
     assert "no answer from the resolver yet" in said[0]
 
 
-@pytest.mark.parametrize("text", ["", "10.0.0.256", "a b", "http://host", "host:29501", "a..b"])
+@pytest.mark.parametrize(
+    "text", ["", "10.0.0.256", "a b", "http://host", "host:29501", "a..b", ".a"]
+)
 def test_what_can_never_be_an_address_is_refused_at_once(monkeypatch, text):
     monkeypatch.setattr(tcp, "_look_up", None)
     with pytest.raises(ConfigError, match=r"--master-addr .* is neither a host's name nor"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.errors import ConfigError
+from sipipe.messages.start_records import Watched
 from sipipe.observe import recorder as recorder_module
 from sipipe.observe.format import (
     CPU,
@@ -237,6 +239,23 @@ def test_unwritable_directory_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot write to") as caught:
         open_recorder(tmp_path / "file" / "below", Header(role="stage"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.ESTALE])
+def test_a_process_that_comes_later_goes_on_without_a_trace(tmp_path, monkeypatch, capfd, error):
+    """As a sampler in a dead one's place: its own start would fail, and that of each one behind it."""
+
+    def refuse(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(recorder_module.Recorder, "_begin", refuse)
+    watched = Watched(stages=2, inflight=3, model="m", run="r", trace=str(tmp_path))
+    recorder = recorder_module.record_process(watched, "sampler", 1)
+    recorder.record(Phase.FORWARD, 1, 0, 1, 2)
+    recorder.close()
+    said = capfd.readouterr().err
+    assert os.strerror(error) in said
+    assert said.count("\n") == 1
 
 
 def test_a_directory_in_which_a_file_can_be_made_and_not_filled_is_refused(tmp_path):

@@ -129,6 +129,9 @@ def test_parameters_travel() -> None:
         msgspec.msgpack.decode(msgspec.msgpack.encode({"top_p": 7.0}), type=SequenceParams)
 
 
+PENALTY = SequenceParams(repetition_penalty=1.5)
+
+
 def test_wrong_arguments() -> None:
     columns = SequenceColumns(V)
     columns.join(0, SequenceParams())
@@ -142,6 +145,9 @@ def test_wrong_arguments() -> None:
         (lambda: columns.sample([0], row, bitmask=np.zeros((1, 2), np.int32)), "bitmask"),
         (lambda: columns.append([0], [V]), "token_ids"),
         (lambda: columns.join(1, SequenceParams(), (), [V]), "output_token_ids"),
+        (lambda: columns.join(1, SequenceParams(), (), [2**31]), "output_token_ids"),
+        (lambda: columns.join(1, SequenceParams(), (), np.array([2**32 + 5])), "output_token_ids"),
+        (lambda: columns.join(1, PENALTY, [-(2**40)]), "prompt_token_ids"),
         (lambda: SequenceColumns(0), "vocab_size"),
         (lambda: SequenceColumns(3, logprobs_mode="raw"), "logprobs_mode"),
         (lambda: sample(row, [SequenceParams()] * 2), "params: 2 for 1"),

@@ -170,6 +170,15 @@ def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, mod
     monkeypatch.setattr(Server, "refuses", {"return_token_ids": 422})
     found = load.run(job(url, model, **one))
     assert found["answers"] is found["draws"] is None
+
+    def of_another_kind(*_):
+        raise TypeError("'NoneType' object is not subscriptable")
+
+    monkeypatch.setattr(load, "draws", of_another_kind)
+    monkeypatch.setattr(Server, "refuses", {})
+    found = load.run(job(url, model, **one))
+    assert found["runs"]
+    assert found["refused"].startswith("TypeError: ")
     monkeypatch.setattr(Server, "refuses", {"/v1/models": 401})
     with pytest.raises(SiPipeError, match="401: Unauthorized: set OPENAI_API_KEY to its key"):
         load.run(job(url, model, **one))

@@ -118,10 +118,9 @@ class Request:
 class Worker(GPUStageWorker):
     """vLLM's worker of a stage, with no more than its step needs."""
 
-    def __init__(self, place, runner):
+    def __init__(self, boot, runner):
         self.model_runner = runner
-        self.place = place
-        self.draws = True
+        self.boot = boot
         self.use_v2_model_runner = True
         self.profiler = None
         self._pp_send_work = []
@@ -358,25 +357,27 @@ class Rig:
 
     def open(self, place, links, heads, sockets, bounds, graphs):
         stage, known = place.stage, len(self.machine.actors)
-        worker = Worker(place, Runner(place, self.asked, graphs=graphs))
-        around = Surroundings(
-            boot=SimpleNamespace(
-                place=place,
-                path="sipipe",
-                measures=False,
-                rows=64,
-                speculates=False,
-                cpus=(),
-                links=(),
-                vllm_config=SimpleNamespace(kv_transfer_config=None),
-                parts=(),
-                config=SimpleNamespace(
-                    transport="auto",
-                    stall_timeout=30,
-                    cpu_sampling="on" if self.shared else "per_row",
-                ),
-                watched=SimpleNamespace(inflight=INFLIGHT),
+        boot = SimpleNamespace(
+            place=place,
+            path="sipipe",
+            measures=False,
+            draws=True,
+            rows=64,
+            speculates=False,
+            cpus=(),
+            links=(),
+            vllm_config=SimpleNamespace(kv_transfer_config=None),
+            parts=(),
+            config=SimpleNamespace(
+                transport="auto",
+                stall_timeout=30,
+                cpu_sampling="on" if self.shared else "per_row",
             ),
+            watched=SimpleNamespace(inflight=INFLIGHT),
+        )
+        worker = Worker(boot, Runner(place, self.asked, graphs=graphs))
+        around = Surroundings(
+            boot=boot,
             wrapper=SimpleNamespace(worker=worker, execute_model=worker.execute_model),
             report=self.reported,
             recorder=open_recorder(None, TraceHeader(role="stage")),

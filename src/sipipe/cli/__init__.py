@@ -39,6 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: something failed. 2: a mistake in the command line. 130: interrupted.
     143: ended by SIGTERM.
     """
+    try:
+        return _main(argv)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                # The reader of the output has gone (`sipipe doctor | head -1`), or its disk is full.
+                # Python would fail to flush the rest at its end, and have another status.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         open_standard_streams()
@@ -62,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of the output has gone (`sipipe doctor | head -1`). Python would fail to flush the
-        # rest at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of the output has gone
         return 0
     except OSError as error:  # this machine has no place for a file, or for one more process
         tell(error)

@@ -62,7 +62,10 @@ def main(argv: Sequence[str]) -> int:
     _check(args, words, jobs)
     require_vllm()
     load = _load(args, words)
-    limit = TIMEOUT + (args.repeat + 1) * _seconds(load["loads"], args.trace_file)  # 1: warm-up
+    arriving = (args.repeat + 1) * _seconds(load["loads"], args.trace_file)  # 1: warm-up
+    if arriving > LONGEST:
+        raise ConfigError(f"bench: all repetitions would take {arriving:.0f} s: fewer of --repeat")
+    limit = TIMEOUT + arriving
     by_row, failed = _measured(jobs, load, args.engines, limit)
     if not by_row:
         raise SiPipeError(next(iter(failed.values())))

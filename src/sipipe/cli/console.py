@@ -1,5 +1,6 @@
 """Console and tables of the commands."""
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -11,6 +12,10 @@ class Console(console.Console):
     """Rich's console without markup: a name that holds brackets or colons is only a name."""
 
     def __init__(self, **options: Any) -> None:
+        if (
+            os.environ.get("COLUMNS") == "0"
+        ):  # of a terminal without a size: nothing would be printed
+            del os.environ["COLUMNS"]
         super().__init__(markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sipipe.cli.parser import Parser, at_least, checked, make_parser, parse_engine_command
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, tell
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _show_text(event: Event, completion: Completion, text: str) -> None:
     else:
         print("\n", flush=True)
         if completion.error:
-            print(f"sipipe: this prompt failed: {completion.error}", file=sys.stderr, flush=True)
+            tell(f"this prompt failed: {completion.error}")
 
 
 def _show_json(event: Event, completion: Completion, _text: str) -> None:

@@ -78,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
             "no CUDA device is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): --without-gpu runs the "
             "steps that need none"
         )
+    if args.out.exists() and not args.out.is_file():  # reading a pipe would wait for its writer
+        raise ConfigError(f'gpu-check: --out "{args.out}" is no regular file')
     try:
         args.out.open("a").close()
         _lines(args.out)

@@ -1,7 +1,6 @@
 """``sipipe serve``: ``vllm serve`` with SiPipe's executor, a core plan and checks."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
 from sipipe.cores import degrees
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, say
 from sipipe.tools.planner.models import load_model
 from sipipe.versions import installed_vllm, require_vllm
 
@@ -56,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     require_vllm()
     quicker = "" if hosts else _quicker_degrees(words)
     if quicker:
-        print(quicker, file=sys.stderr, flush=True)
+        say(quicker)
     return supervise([words, settings, node], restart=args.restart, follows=node > 0)
 
 
@@ -81,7 +80,7 @@ def _suiting(args: argparse.Namespace, argv: Sequence[str]) -> tuple[int, int]:
     suiting, state, text = best_degrees(platform, gpus_here(), load_model(argv[0]))
     if state != "ok":
         raise ConfigError(f"--pp auto: {text}")
-    print(f"--pp auto: --pp {suiting[0]} --tp {suiting[1]} ({text})", file=sys.stderr, flush=True)
+    say(f"--pp auto: --pp {suiting[0]} --tp {suiting[1]} ({text})")
     return suiting
 
 
@@ -99,7 +98,7 @@ def _quicker_degrees(argv: Sequence[str]) -> str:
         return ""
     try:
         quicker = quicker_on_cpus(load_model(args.model), *wanted[:2])
-    except SiPipeError:
+    except Exception:  # an advice, of a file that anybody may have written: it ends no start
         return ""
     source = "computed from its parts, measured now; sipipe bench MODEL measures all"
     if not quicker:

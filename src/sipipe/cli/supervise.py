@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from sipipe.errors import tell
+from sipipe.errors import one_line, tell
 from sipipe.ipc.child import start_child
+from sipipe.ipc.last_word import VARIABLE as LAST_WORD
 from sipipe.ipc.last_word import hold_last_word, take_last_word
 from sipipe.ipc.parent import in_group, kill_group
 from sipipe.ipc.sockets import own_sockets
@@ -67,12 +68,25 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
         with own_sockets():
+            # This is the outermost process, also of a server that a program starts which has had an
+            # engine of its own.
+            os.environ.pop(LAST_WORD, None)
             hold_last_word()
             pause = FIRST_BREAK
             sound = False  # the configuration has passed all checks once
+            again = False
             while True:
                 began = time.monotonic()
-                status, ends, checked = _run(arguments, before - watched, watched)
+                try:
+                    status, ends, checked = _run(arguments, before - watched, watched)
+                except OSError as error:
+                    if not again:
+                        raise
+                    # As when memory or process ids ran out, which is what ended the server before.
+                    tell(f"the server cannot be started: {one_line(error)}")
+                    status = 1
+                    ends = checked = False
+                again = True
                 sound |= checked and status != 2
                 reason = "" if ends else take_last_word() or _killed(status)
                 if reason:

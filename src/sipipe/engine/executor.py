@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from sipipe.engine.pipeline import Pipeline
+    from sipipe.engine.pipeline_opener import Running
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -209,7 +210,19 @@ class Executor(VllmExecutor):
     @one_cause()
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up, then open the channels: the model is ready to run."""
-        super().compile_or_warm_up_model()
+        try:
+            super().compile_or_warm_up_model()
+            running = self._open()
+            self._self_test.compare(self._run, self._kv_caches)
+            self._usable()  # a prompt may have ended a stage
+        except BaseException:
+            # In a user's own process nobody else ends what has been started.
+            self.shutdown()
+            raise
+        logger.info("%s", running)
+
+    def _open(self) -> Running:
+        """Open the channels, with the scheduler watched that vLLM makes next."""
         pipeline = self._usable()
         running = pipeline.open()
         self._shares = bool(running.vocabulary.parts)
@@ -219,13 +232,7 @@ class Executor(VllmExecutor):
         bind = BestEffort("binding the scheduler to its cores", bounded=False)
         bind(None, self._setup.bind_scheduler, pipeline.resolver.thread.native_id or 0)
         self._started = True
-        try:
-            self._self_test.compare(self._run, self._kv_caches)
-            self._usable()  # a prompt may have ended a stage
-        except BaseException:
-            self.shutdown()
-            raise
-        logger.info("%s", running)
+        return running
 
     def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """The result of one scheduling output."""

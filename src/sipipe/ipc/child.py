@@ -98,7 +98,8 @@ def fork(
     anything is computed in parallel: a fork has no threads of OpenMP's but believes that it has."""
     environment = dict(environment)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError, ValueError):  # nobody reads it any more, or its disk is full
+            stream.flush()
     pid = os.fork()
     if pid:
         return pid

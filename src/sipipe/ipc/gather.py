@@ -13,7 +13,7 @@ Guarantees
 Relies on
     The kernel closes the ends of a process that dies, and no other process has a copy of them.
     Invariant: ``_lock`` is held wherever a socket is read or closed; ``_collecting`` wherever
-    ``_epoll`` and ``_wake`` are slept on or closed.
+    ``_epoll`` and ``_end`` are slept on or closed.
 
 A frame is a header (payload bytes, whether more frames of this answer follow, iteration) and the
 payload; nothing is unpickled here.
@@ -21,7 +21,6 @@ payload; nothing is unpickled here.
 Rejected: shared memory for the way back (for some hundred bytes it would save microseconds).
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import os
@@ -78,8 +77,9 @@ class GatherReceiver:
         # not wait, and to take the GIL again costs more than they do.
         self._buffer = ctypes.create_string_buffer(_RECEIVE_BYTES)
         self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._end = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable once this object is closed."""
+        self._epoll.register(self._end, select.EPOLLIN)
         for index, sock in enumerate(sockets):
             self._add(index, sock)
 
@@ -101,16 +101,14 @@ class GatherReceiver:
 
     def expect(self, iteration: int, indices: Iterable[int]) -> None:
         """Declare which samplers answer ``iteration``; any thread may call. Iterations are declared in
-        ascending order, each before the samplers learn of it. One that no sampler answers is returned
-        by ``collect`` in its turn."""
+        ascending order, each before the samplers learn of it. Some sampler answers each."""
         missing = set(indices)
+        assert missing, iteration
         assert missing <= set(range(self._count)), missing
         with self._lock:
             assert iteration > self._last, (iteration, self._last)
             self._last = iteration
             self._pending[iteration] = _Pending(missing)
-            if not missing and not self._closed:
-                os.eventfd_write(self._wake, 1)
 
     def collect(self) -> tuple[int, dict[int, list[bytes]]]:
         """Wait until the next iteration is complete. Returns its number, and the frames of each sampler
@@ -124,7 +122,7 @@ class GatherReceiver:
                     if complete is not None:
                         return complete
                 # wait: none, for the engine has one for each iteration; tokens, a sampler's
-                # death, an iteration without samplers, `close`
+                # death, `close`
                 ready = self._epoll.poll(None)
                 with self._lock:
                     for descriptor, _ in ready:
@@ -138,10 +136,10 @@ class GatherReceiver:
             self._closed = True
             for sampler in list(self._samplers.values()):
                 self._remove(sampler)
-            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._end, 1)
         with self._collecting:  # the collecting thread has left, or is about to
             self._epoll.close()
-            os.close(self._wake)
+            os.close(self._end)
 
     # ---- with `_lock` held ----------------------------------------------------------------------
 
@@ -169,10 +167,7 @@ class GatherReceiver:
     def _read(self, descriptor: int) -> None:
         """Take the bytes that are there from one sampler, or its end."""
         sampler = self._samplers.get(descriptor)
-        if sampler is None:  # the wake-up, or a sampler that was replaced meanwhile
-            if descriptor == self._wake:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+        if sampler is None:  # the end, or a sampler that was replaced meanwhile
             return
         try:
             size = receive_now(descriptor, self._buffer)

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from sipipe.errors import ConfigError
 VARIABLE = "VLLM_RPC_BASE_PATH"
 """Variable of vLLM's with the directory for its sockets."""
 PREFIX = "sipipe-sockets-"
+MAKING = 60.0
+"""Seconds after which a directory that is still being made is one whose maker was killed."""
 
 
 @contextmanager
@@ -67,7 +70,14 @@ def _place() -> str:
 
 
 def remove_dead() -> None:
-    """Remove this user's directories of sockets whose process is gone."""
+    """Remove this user's directories of sockets whose process is gone, also those that were being made."""
+    for directory in Path(_place()).glob(f".{PREFIX}*"):
+        with suppress(OSError):
+            # Between its two names a directory lives for a moment; a lock's file may be in it by then.
+            if time.time() - directory.lstat().st_mtime > MAKING:
+                descriptor = open_own(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
+                os.close(descriptor)
+                shutil.rmtree(directory, ignore_errors=True)
     for directory in Path(_place()).glob(f"{PREFIX}*"):
         # OSError: it is another user's, or is gone, or its process lives, or has yet to make its lock.
         with suppress(OSError), ExitStack() as stack:

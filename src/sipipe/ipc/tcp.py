@@ -40,7 +40,7 @@ SAID_SECONDS = 10.0
 """Seconds after which a host says again what it waits for."""
 _RETRY_SECONDS = 1.0
 """Seconds between two questions for a name."""
-_NO_NAME = re.compile(r"[\s/:@]|^[0-9.]*$|^-|\.\.")
+_NO_NAME = re.compile(r"[\s/:@]|^[0-9.]*$|^[-.]|\.\.")
 """Words that can be no host's name: what is no address although it looks like one, and nothing."""
 
 
@@ -89,6 +89,8 @@ def _wait_for_name(host: str, option: str, seconds: float, own: bool) -> str:
             answers.put(_look_up(host))
         except OSError as error:
             answers.put(error)
+        except UnicodeError as error:  # a name that no resolver is asked for
+            answers.put(OSError(0, str(error)))
 
     began = time.monotonic()
     told_at = began

@@ -22,6 +22,7 @@ Rejected: writing behind the forward pass, in a thread. The request for the deco
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
 
 from sipipe.errors import UnsupportedError
 from sipipe.kv_files.settings import settings
@@ -50,6 +56,15 @@ logger = init_logger(f"vllm.{__name__}")
 
 FORMAT = 1
 """The version of what is in a file: another one is another namespace."""
+SHORT_OF_SOMETHING = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EIO,
+    errno.ESTALE,
+)
+"""Errors of a reader that say nothing of the file."""
 READERS = 4
 """Files of a checkpoint that are read at once for their digest, each on a core."""
 
@@ -75,21 +90,28 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
         self._store = Store(directory, size)
         self._loads = transfer.is_kv_consumer
         self._stores = transfer.is_kv_producer
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) > 1 or vllm_config.parallel_config.decode_context_parallel_size > 1:
+        groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        parallel = vllm_config.parallel_config
+        if len(groups) > 1 or parallel.decode_context_parallel_size > 1:
             raise UnsupportedError(
                 "KVFiles keeps caches of one kind of attention, without context parallelism: leave "
                 "out --kv-transfer-config for this model"
             )
+        if not all(map(keeps_all_blocks, groups)):
+            raise UnsupportedError(
+                "KVFiles keeps all blocks of a prompt, and this model's attention has a window: leave "
+                "out --kv-transfer-config, or give --disable-sliding-window"
+            )
         self._moves = Moves()
+        self._layers: int = vllm_config.model_config.get_total_num_hidden_layers()
         if role is KVConnectorRole.SCHEDULER:
             self._block_size: int = vllm_config.cache_config.block_size
             hashed = kv_cache_config.hash_block_size or self._block_size
             self._hashes_per_block = self._block_size // hashed
-            self._layers: int = vllm_config.model_config.get_total_num_hidden_layers()
-            self._ranks: int = vllm_config.parallel_config.tensor_parallel_size
+            self._ranks: int = parallel.tensor_parallel_size
             self._manifest = manifest(vllm_config, kv_cache_config)
             self._moves.namespace = self._store.namespace(self._manifest)
+            self._store.describe(self._manifest)
             self._requests: dict[str, Any] = {}
             """Requests that run."""
             self._matched: dict[str, int] = {}
@@ -98,7 +120,7 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
             """Blocks of each that were looked at for storing."""
             self._manager: Any = None
         else:
-            self._ranks = vllm_config.parallel_config.tensor_parallel_size
+            self._ranks = parallel.tensor_parallel_size
             self._blocks: int = kv_cache_config.num_blocks
             self._caches: dict[int, torch.Tensor] = {}
             """Each layer's blocks, by the layer's index."""
@@ -235,16 +257,19 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
         """Load a block; False: not all of its layers were there."""
         missing = set(self._caches)
         for path, first, end, rank in self._store.files(namespace, block_hash):
+            if rank != self._rank or end > self._layers:
+                continue
             layers = missing & set(range(first, end))
-            if rank != self._rank or not layers:
+            if not layers:
                 continue
             shapes = {layer: self._caches[layer][number] for layer in layers}
             try:
                 tensors = self._store.read(path, f"{namespace}/{block_hash}", shapes)
             except Exception as error:  # whatever a file of any content raises
                 logger.warning("KV file %s is left out: %s", path, error)
-                with suppress(OSError):
-                    path.unlink()
+                if not is_for_want_of_room(error):
+                    with suppress(OSError):
+                        path.unlink()
                 continue
             for layer, tensor in tensors.items():
                 self._caches[layer][number].copy_(tensor)
@@ -276,6 +301,22 @@ class KVFiles(KVConnectorBase_V1):  # type: ignore[misc]
         return invalid
 
 
+def keeps_all_blocks(spec: Any) -> bool:
+    """Say if a request keeps all of its blocks in a cache of this kind. With a window vLLM gives the
+    blocks before it up, and has the null block in their places, which would be stored as theirs."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(map(keeps_all_blocks, spec.kv_cache_specs.values()))
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+
+
+def is_for_want_of_room(error: Exception) -> bool:
+    """Say if a file could not be read because this process, or its disk, was short of something: the
+    file may be whole, and others can read it."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno in SHORT_OF_SOMETHING
+    )
+
+
 def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     """Describe what must be equal where a cache is computed and where it is used."""
     model = vllm_config.model_config
@@ -300,8 +341,10 @@ def manifest(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "layout": str(kv_cache_config.kv_cache_layout),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
         "device": str(vllm_config.device_config.device_type),
-        # On CPUs the kernels' instruction set decides how keys lie in a block.
+        # On CPUs the kernels' instruction set decides how keys lie in a block. vLLM asks for AMX by this
+        # name; the capability knows nothing of it.
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "amx": torch.cpu._is_amx_tile_supported(),
     }
     if vllm_config.load_config.load_format == "dummy":
         compared["weights"] = "random ones"  # not the checkpoint's

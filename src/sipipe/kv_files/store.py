@@ -28,8 +28,10 @@ import torch
 logger = logging.getLogger(f"vllm.{__name__}")
 
 NAME = re.compile(r"(\d{1,5})-(\d{1,5})\.(\d{1,4})-(\d{1,4})\.safetensors")
+NAMESPACE = re.compile(r"[0-9a-f]{32}")
 NEW = ".new"
 """Ending of the name of a file that is being written."""
+MANIFEST = "manifest.json"
 UNFINISHED = re.compile(rf"({NAME.pattern}|manifest\.json)\.\w+\{NEW}")
 LEFT_OVER = 3600.0
 """Seconds after which a file that is being written belongs to a writer that ended amid it."""
@@ -59,16 +61,15 @@ class Store:
         self._logged = False
 
     def namespace(self, manifest: dict[str, Any]) -> str:
-        """The name of the folder of all that agree on ``manifest``, which lies in it to be read."""
-        text = json.dumps(manifest, indent=1, sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        """The name of the folder of all that agree on ``manifest``."""
+        return hashlib.sha256(_text(manifest)).hexdigest()[:32]
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        """Write ``manifest`` into the folder of all that agree on it, for people to read."""
         try:
-            folder = self.directory / name
-            folder.mkdir(parents=True, exist_ok=True)
-            self._put(folder / "manifest.json", text.encode())
+            self._put(self.directory / self.namespace(manifest) / MANIFEST, _text(manifest))
         except OSError as error:
             self._log(error)
-        return name
 
     def folder(self, namespace: str, block_hash: str) -> Path:
         return self.directory / namespace / block_hash[:2] / block_hash
@@ -155,12 +156,7 @@ class Store:
                 self.evict()
             if self._written * 16 > self.size:
                 return
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._put(folder / name, content)
-            except FileNotFoundError:  # who removes files took the empty folder for one to go
-                folder.mkdir(parents=True, exist_ok=True)
-                self._put(folder / name, content)
+            self._put(folder / name, content)
             self._written += len(content)
             if self._written * 64 > self.size:
                 self.evict()
@@ -175,6 +171,14 @@ class Store:
             self.evict(disk_is_full=True)
 
     def _put(self, path: Path, content: bytes) -> None:
+        """Write a file, whole or not at all, and the folders above it."""
+        try:
+            self._put_once(path, content)
+        except FileNotFoundError:  # who removes files took the empty folder for one to go
+            self._put_once(path, content)
+
+    def _put_once(self, path: Path, content: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{uuid.uuid4().hex}{NEW}")
         try:
             new.write_bytes(content)
@@ -196,6 +200,7 @@ class Store:
             except BlockingIOError:  # somebody does it now; the next file asks again
                 return
             self._written = 0
+            self._remove_empty_folders()
             found: list[tuple[float, int, str]] = []
             for path in self._own_files():
                 with suppress(OSError):
@@ -229,6 +234,23 @@ class Store:
                     if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):
                         yield os.path.join(folder, name)
 
+    def _remove_empty_folders(self) -> None:
+        """Remove folders that hold no block any more. A server whose weights change again and again has
+        a namespace each time."""
+        for namespace in _folders(self.directory):
+            if not NAMESPACE.fullmatch(namespace.name):
+                continue
+            for beginning in _folders(namespace):
+                with suppress(OSError):  # blocks are there
+                    os.rmdir(beginning)
+            with suppress(OSError):
+                manifest = namespace / MANIFEST
+                age = time.time() - os.lstat(manifest).st_mtime
+                if age > LEFT_OVER and os.listdir(namespace) == [MANIFEST]:
+                    os.unlink(manifest)
+            with suppress(OSError):
+                os.rmdir(namespace)
+
     def _log(self, error: OSError) -> None:
         if not self._logged:
             self._logged = True
@@ -238,6 +260,10 @@ class Store:
                 self.directory,
                 error,
             )
+
+
+def _text(manifest: dict[str, Any]) -> bytes:
+    return json.dumps(manifest, indent=1, sort_keys=True).encode()
 
 
 def _names(folder: Path) -> list[str]:

@@ -34,8 +34,9 @@ _RANGES = (
 
 class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Sampling parameters of one sequence, named and defaulted as in vLLM's ``SamplingParams``.
-    Encodes with msgspec (msgpack or JSON). Raises ValueError naming the field when one is out of
-    range, also when decoded. Token ids are checked against the vocabulary when a sequence joins."""
+    Encodes with msgspec as msgpack (JSON has no -inf, which a bias may be). Raises ValueError naming the
+    field when one is out of range, also when decoded. Token ids are checked against the vocabulary when a
+    sequence joins."""
 
     temperature: float = 1.0
     """Logits are divided by it; below 1e-5 the sequence is greedy. In [0, 2]."""

@@ -81,6 +81,21 @@ class WorkerBoot:
     cpus: tuple[int, ...] = ()
     """CPUs that a GPU's worker is bound to once it is warmed up; empty: none. On CPUs vLLM binds it."""
 
+    @property
+    def draws(self) -> bool:
+        """True if CPU samplers draw the tokens, from the model's warm-up on."""
+        return self.path == "sipipe" and not self.measures
+
+    @property
+    def own_sampler(self) -> bool:
+        """True if a second runner has its own sampler."""
+        return self.sampler_kernels and not self.draws
+
+    @property
+    def proposes(self) -> bool:
+        """True if the runner has the head propose by itself, since vLLM's sampler draws."""
+        return self.head is not None and self.path == "device"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionOffer:

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from sipipe.best_effort import BestEffort
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, one_line, tell
 from sipipe.messages.start_records import Watched
 from sipipe.observe.format import CPU, DROPPED, OLDER, PACK, SUFFIX, Header, encode_header
 from sipipe.observe.live import LivePage, LiveWriter
@@ -161,7 +161,12 @@ class Recorder:
         descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
-        self._size = os.write(descriptor, encode_header(self._header))  # wait: the disk's
+        try:
+            self._size = os.write(descriptor, encode_header(self._header))  # wait: the disk's
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
         return descriptor
 
     def _begin_anew(self) -> None:
@@ -258,8 +263,11 @@ def open_recorder(
 def record_process(
     watched: Watched, role: Role, index: int = 0, rank: int = 0, layers: int = 0
 ) -> Recorder:
-    """Open the recorder of the executor, or of stage or sampler ``index``. Raises ConfigError: the
-    engine is gone, or the trace cannot be written."""
+    """Open the recorder of the executor, or of stage or sampler ``index``. Where the trace can no longer
+    be written, as by a sampler that takes a dead one's place, it goes without, and a line says so.
+
+    Raises ConfigError: the engine is gone.
+    """
     live = LivePage.attach(watched.live).writer(role, index, rank) if watched.live else None
     header = Header(
         role=role,
@@ -272,4 +280,8 @@ def record_process(
         model=watched.model,
         realtime_ns=watched.clock_offset_ns,
     )
-    return open_recorder(watched.trace, header, live, watched.trace_bytes)
+    try:
+        return open_recorder(watched.trace, header, live, watched.trace_bytes)
+    except (ConfigError, OSError) as error:
+        tell(f"{one_line(error)}; this process goes on without")
+        return open_recorder(None, header, live)

@@ -18,7 +18,6 @@ The process imports neither torch nor vLLM: it starts in a second and stays smal
 """
 
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +28,7 @@ import numpy.typing as npt
 
 from sipipe.best_effort import BestEffort
 from sipipe.core_binding import run_soon
-from sipipe.errors import SiPipeError
+from sipipe.errors import SiPipeError, say
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherSender
 from sipipe.ipc.parent import Parent
@@ -345,7 +344,7 @@ def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
     except (ChannelClosed, SystemExit):
         pass
     except SiPipeError as error:
-        sys.stderr.write(f"SiPipe {name}: {error}\n")
+        say(f"SiPipe {name}: {error}")
         return 1
     finally:
         parent.let_end()

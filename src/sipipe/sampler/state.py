@@ -105,7 +105,7 @@ class SequenceColumns:
         output = self._tokens("output_token_ids", output_token_ids)
         prompt = None
         if params.repetition_penalty != 1.0:
-            prompt = np.ascontiguousarray(prompt_token_ids, np.int32)
+            prompt = np.asarray(prompt_token_ids)
             prompt = self._tokens("prompt_token_ids", prompt[prompt < self._vocab_size])
         options = None
         if any(getattr(params, name) != default for name, default in _OPTIONAL.items()):
@@ -336,10 +336,11 @@ class SequenceColumns:
         return writeable(np.ascontiguousarray(bitmask)), where.astype(np.int32)
 
     def _tokens(self, name: str, tokens: Tokens) -> npt.NDArray[np.int32]:
-        array = np.ascontiguousarray(tokens, np.int32)
+        array = np.asarray(tokens)
+        # Looked at as it came: a cast to 32 bits would make another token of a larger number.
         if array.size and not (array.min() >= 0 and array.max() < self._vocab_size):
             raise ValueError(f"{name}: token ids must be in [0, {self._vocab_size})")
-        return writeable(array)
+        return writeable(np.ascontiguousarray(array, np.int32))
 
     def _find(self, handles: Iterable[int]) -> npt.NDArray[np.int64]:
         """Where the state of each of ``handles`` is."""

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, one_line, say
 from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import end_group_with, kill_group
 from sipipe.ipc.sockets import own_sockets
@@ -49,8 +49,8 @@ def measured(
         SiPipeError: it failed, or took more than ``timeout`` seconds. Its log is kept in a file, and
             the end of the log is the error's note.
     """
-    print(f"measuring {side} …", file=sys.stderr, flush=True)
-    with tempfile.TemporaryFile() as log, own_sockets():
+    say(f"measuring {side} …")
+    with _log_file(side) as log, own_sockets():
         # A session of its own, so that it can be ended with all the engine's processes.
         process, control = start_child(
             ("-m", module),
@@ -93,7 +93,7 @@ def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     try:
         result = work(json.load(sys.stdin))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         sys.exit(2)
     except SiPipeError as error:
         sys.exit(f"SiPipeError: {error}")
@@ -109,14 +109,28 @@ def _end_with_all(*_: object) -> None:
 def _keep(side: str, log: bytes) -> str:
     """Keep a failed engine's log; its first error, which is the cause, and where the log is."""
     prefix = "sipipe-bench-" + re.sub(r"[^\w.-]+", "-", side)[:60]
-    with tempfile.NamedTemporaryFile(prefix=f"{prefix}-", suffix=".log", delete=False) as file:
+    place = "its log could not be kept"
+    with (
+        suppress(OSError),
+        tempfile.NamedTemporaryFile(prefix=f"{prefix}-", suffix=".log", delete=False) as file,
+    ):
         file.write(log)
+        file.flush()
+        place = f"log: {file.name}"
     # vLLM's warnings quote errors that may come.
     lines = (line for line in log.decode(errors="replace").splitlines() if "WARNING" not in line)
     errors = (re.search(r"\w+(Error|Exception): .*", line) for line in lines)
     first = next(filter(None, errors), None)
     cause = first.group() if first else "no error in its log"
-    return f"{cause} (log: {file.name})"
+    return f"{cause} ({place})"
+
+
+def _log_file(side: str) -> IO[bytes]:
+    """A file for an engine's log. Raises SiPipeError: there is no room for one."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError as error:
+        raise SiPipeError(f"{side} has no place for its log: {one_line(error)}") from None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

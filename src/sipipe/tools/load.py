@@ -21,7 +21,6 @@ import random
 import re
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -33,7 +32,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, say
 from sipipe.linux import memfd_create
 from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
@@ -108,8 +107,8 @@ def run(job: Job) -> dict[str, Any]:
             try:
                 result["answers"] = answers(url)
                 result["draws"] = draws(url, job.draws)
-            except (OSError, ValueError, LookupError) as error:
-                # The figures are worth having without the checks.
+            except Exception as error:
+                # The figures are worth having without the checks, whatever the server answers.
                 result["refused"] = f"{type(error).__name__}: {error}"
         return result
 
@@ -145,7 +144,7 @@ def _server(job: Job) -> Iterator[tuple[str, subprocess.Popen[bytes] | None, int
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
             server.wait(20)  # wait: 20 s; the server, and the parent kills the group then
-        print(_read(log), file=sys.stderr)
+        say(_read(log))
 
 
 def _read(log: int) -> str:
@@ -255,7 +254,7 @@ def _runs(job: Job, client: Client) -> dict[str, list[dict[str, Any]]]:
 
 def kv_tokens(url: str) -> int | None:
     """Read from the server's metrics how many tokens its KV cache holds; None: they do not say."""
-    with suppress(OSError, http.client.HTTPException):
+    with suppress(OSError, ValueError, http.client.HTTPException):
         for line in _get(f"{url}/metrics").splitlines():
             if line.startswith("vllm:cache_config_info{"):
                 names = "block_size", "num_gpu_blocks"

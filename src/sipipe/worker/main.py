@@ -167,12 +167,7 @@ class Main:
             ]
         )
         worker: Any = wrapper.worker
-        # vLLM makes the worker, so these cannot be arguments of its constructor.
-        worker.place = place
-        worker.draws = boot.path == "sipipe" and not boot.measures
-        worker.own_sampler = boot.sampler_kernels and not worker.draws
-        worker.head = boot.head
-        worker.proposes = boot.head is not None and boot.path == "device"
+        worker.boot = boot  # vLLM makes the worker: it cannot be an argument of its constructor
         wrapper.init_device()
         # Imported only now, because these bring Numba. vLLM's CPU platform looks through every module
         # that is loaded by now for Triton kernels, and fails at one of Numba's llvmlite.

@@ -15,7 +15,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from sipipe.engine.iteration.admission import (
     MOST_NESTED,
+    bound_counts,
     is_nested,
+    leave_out_unknown_tokens,
     refusal,
     refusal_of_sampler,
 )
@@ -93,6 +95,27 @@ def test_logits_stay_numbers_under_a_penalty_that_is_served(penalty):
         with np.errstate(over="raise"):
             assert np.isfinite(np.float32(1e4) / np.float32(penalty))
             assert np.isfinite(np.float32(1e4) * np.float32(penalty))
+
+
+@pytest.mark.parametrize("count", [0, 5, 64, 65, 2**31 - 1, 2**31, 2**63, 10**30])
+def test_a_count_of_tokens_fits_into_a_stages_tables(count):
+    """vLLM's stages add it to the prompt's length, in 32 bits."""
+    params = SamplingParams(min_tokens=count, max_tokens=max(count, 1))
+    request = SimpleNamespace(sampling_params=params, max_tokens=params.max_tokens)
+    bound_counts(request, 64)
+    assert request.max_tokens == params.max_tokens == min(max(count, 1), 64)
+    assert params.min_tokens == min(count, 64)
+    np.zeros(1, np.int32)[0] = 64 + params.max_tokens + params.min_tokens
+
+
+def test_what_the_model_has_not_is_written_to_no_other_requests_row():
+    params = SamplingParams(stop_token_ids=[3, 99, 100], min_tokens=1)
+    params._bad_words_token_ids = [[99], [100], [2, 100], [101, 2]]  # noqa: SLF001
+    leave_out_unknown_tokens(SimpleNamespace(sampling_params=params), 100)
+    assert params.bad_words_token_ids == [[99]]
+    assert params.all_stop_token_ids == {3, 99}
+    leave_out_unknown_tokens(SimpleNamespace(sampling_params=SamplingParams()), 100)
+    leave_out_unknown_tokens(SimpleNamespace(sampling_params=None), 100)
 
 
 @pytest.fixture(scope="module")

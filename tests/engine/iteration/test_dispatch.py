@@ -60,6 +60,17 @@ def test_everything_of_empty_outputs_is_carried():
     assert fourth.new_block_ids_to_zero is None
 
 
+def test_what_leaves_while_the_engine_is_paused_is_kept_in_one():
+    dispatcher, _ = make(SimpleNamespace(advance=lambda *_: Work()), slots=2)
+    for number in range(50):
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = {f"r{number}"}
+        assert not dispatcher.publish(output)
+    kept = [value for value in vars(dispatcher).values() if isinstance(value, SchedulerOutput)]
+    assert [len(output.finished_req_ids) for output in kept] == [50]
+    assert not [value for value in vars(dispatcher).values() if isinstance(value, list)]
+
+
 def test_what_is_published_while_the_engine_ends_fails_with_its_cause():
     """Whatever closes the channel has resolved what is out before, or will."""
 

@@ -159,6 +159,21 @@ def test_what_runs_and_what_waits_fail_with_the_engine():
         iterations.enter(output)
 
 
+def test_one_that_cannot_begin_fails_with_the_engine():
+    """Its requests would wait for ever, and whoever waits for its result."""
+    iterations = Iterations(1, 99)
+    iteration = iterations.enter(SchedulerOutput.make_empty())
+
+    def follow(*_):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        iterations.begin(follow)
+    iterations.fail(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        iteration.future.result(0)
+
+
 def test_drafts_that_are_in_flight():
     iterations = Iterations(3, 99)
     output = SchedulerOutput.make_empty()

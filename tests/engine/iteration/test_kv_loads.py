@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched import scheduler
 
 from sipipe.engine.iteration.kv_loads import OTHERWISE, KVLoads
+from sipipe.engine.iteration.wrong_blocks import WrongBlocksScheduler
 
 BLOCK = 32
 
@@ -137,3 +138,24 @@ def test_all_methods_that_vllms_scheduler_calls_are_guarded():
     called -= {"bind_kv_cache_manager", "shutdown"}  # at a start, and at an end
     loads = {"get_num_new_matched_tokens", "update_state_after_alloc"}
     assert called - loads == set(OTHERWISE)
+
+
+def test_a_load_that_fails_behind_its_request_is_not_remembered():
+    """A client that leaves while its blocks are on their way: whoever leaves is forgotten once."""
+
+    class Behind:
+        def _handle_failed_recving(self, failed):
+            return failed
+
+    class Scheduler(WrongBlocksScheduler, Behind):
+        def __init__(self):
+            ended = SimpleNamespace(is_finished=lambda: True)
+            waits = SimpleNamespace(is_finished=lambda: False)
+            self.requests = {"ended": ended, "waits": waits}
+            self.told = set()
+            self._kv_loads = SimpleNamespace(fail=lambda _, requests: self.told.update(requests))
+
+    scheduler = Scheduler()
+    failed = {"gone", "ended", "waits"}
+    assert scheduler._handle_failed_recving(failed) == failed  # noqa: SLF001
+    assert scheduler.told == {"waits"}

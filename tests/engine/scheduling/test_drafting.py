@@ -43,7 +43,7 @@ class Scheduler:
         self.requests = {request.request_id: request for request in self.running}
         self.rows, self.max_num_running_reqs, self.waiting = rows, seats, [None] * waiting
         self.max_num_scheduled_tokens, self.num_spec_tokens = 1000, 8
-        self.kv_cache_manager = SimpleNamespace(usage=usage)
+        self.kv_free = lambda: 1 - usage
         self.tracker = SimpleNamespace(worth=0.1, is_last=lambda number, name: name not in later)
         self.words = {}
         live = SimpleNamespace(add=lambda word, by: self.words.update({word.name: by}))
@@ -195,7 +195,7 @@ def test_what_fails_while_drafts_are_found_leaves_the_others():
 def test_drafts_that_cannot_be_fitted_are_left_out():
     """What nobody has counted could have more rows than there is room for."""
     scheduler = Scheduler(8, 2)
-    scheduler.kv_cache_manager = None
+    scheduler.kv_free = None
     Speculation(scheduler, controller()).fit()
     assert scheduler.lengths == [0, 0]
     assert scheduler.tracker.worth == 1.0
@@ -231,9 +231,11 @@ class HeadDrafts:
     def __init__(self, **drafts):
         self.by_request = drafts
         self.pass_seconds = 0.0
+        self.fails = False
 
     def take(self, iterations):
-        return dict.fromkeys(iterations, self.by_request)
+        told = self.by_request or self.fails
+        return dict.fromkeys(iterations, self.by_request) if told else {}
 
 
 def with_head(*lengths, price=None, period=1.0, drafts=None, **options):
@@ -357,6 +359,20 @@ def test_what_is_worth_nothing_is_tried_now_and_then_for_half_a_percent(price):
             verify(speculation, number, offers=speculation.asks, **{"0": 0, "1": 0})
     assert tried > 10
     assert cost / 3000 < 2 * LOSS
+
+
+def test_a_head_whose_passes_fail_is_hardly_asked_any_more():
+    """Each time the slot's next microbatch waits for its answer."""
+    scheduler, speculation = with_head(0, 0, price=0.1)
+    scheduler.head_drafts.fails = True
+    asked = []
+    for number in range(1000):
+        speculation.fit()
+        asked.append(speculation.asks > 0)
+        if asked[-1]:
+            verify(speculation, number, offers=0, **{"0": 0, "1": 0})
+    assert all(asked[:10])
+    assert sum(asked[500:]) < 50
 
 
 def test_later_drafts_are_tried_again_too():

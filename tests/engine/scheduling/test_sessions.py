@@ -208,6 +208,24 @@ def test_a_request_does_not_wait_for_sessions_whose_clients_are_silent(small):
     assert small.scheduler.requests["b"].num_computed_tokens > 0
 
 
+def test_nor_does_a_prompt_that_comes_while_another_request_decodes(small):
+    """New prompts wait while the cache is nearly full, and something decodes; silent sessions hold none
+    of what counts for that."""
+    small.turn("s", 60, 3)
+    small.run()
+    small.add("d", 49, 14)
+    while not small.tokens["d"]:
+        small.step()
+    assert small.free_blocks() == 0
+    small.add("r", 10, 2)
+    while len(small.tokens["r"]) < 2:
+        small.step()
+    assert len(small.tokens["d"]) < 14
+    assert small.scheduler.requests["s"].num_computed_tokens == 0
+    small.run()
+    assert len(small.tokens["d"]) == 14
+
+
 def test_more_sessions_than_seats_do_not_keep_others_from_theirs(engine):
     for index in range(SEATS + 3):
         engine.turn(f"s{index}", 5, 2)

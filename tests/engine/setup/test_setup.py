@@ -1,6 +1,5 @@
 """Setup of an engine: the GPUs of its workers, and which of vLLM's runners it has."""
 
-import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ from sipipe.engine import executor, link_opener
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.engine.setup import decide as deciding
 from sipipe.engine.setup import record as setup
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, StallError
 from sipipe.gpu_slices import slice_for_worker
 from sipipe.kv_files import settings as kv_files
 
@@ -313,7 +312,7 @@ def make_executor(monkeypatch, decided, pipeline, kv_transfer_config=None):
     monkeypatch.setattr("sipipe.engine.self_test.self_test.SelfTest", no_self_test)
     monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor, "describe_setup", lambda _: [])
-    monkeypatch.setattr(executor, "claim", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(executor, "claim", lambda _: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
     config = executor_config()
     config.kv_transfer_config = kv_transfer_config
@@ -381,6 +380,25 @@ def sharing_executor(monkeypatch):
     made = make_executor(monkeypatch, decided, pipeline)
     made.compile_or_warm_up_model()
     return made
+
+
+def test_what_was_started_ends_where_the_end_of_the_start_fails(monkeypatch):
+    """In a program's own process nobody else ends it (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+    closed = []
+
+    def fail():
+        raise StallError("a link does not open")
+
+    pipeline = SimpleNamespace(
+        load=lambda: None,
+        close=lambda: closed.append(True),
+        open=fail,
+        calls=SimpleNamespace(call=lambda *_: SimpleNamespace(result=lambda _: [])),
+    )
+    made = make_executor(monkeypatch, SimpleNamespace(cores=None), pipeline)
+    with pytest.raises(StallError, match="a link does not open"):
+        made.compile_or_warm_up_model()
+    assert closed
 
 
 def test_a_failure_amid_the_registration_of_its_callback_is_told(monkeypatch):

@@ -143,6 +143,9 @@ def test_width_of_weights_and_of_products(change, width, bits):
 FIELDS = sorted(
     {key for entry in builtin_models().values() for key in entry["config"]}
     | {"head_dim", "n_shared_experts", "shared_expert_intermediate_size", "layer_types", "dtype"}
+    # Of layers that have to be on one stage.
+    | {"num_kv_shared_layers", "index_topk", "index_topk_freq", "index_skip_topk_offset"}
+    | {"index_topk_pattern", "vision_config"}
 )
 VALUES = st.one_of(
     st.none(),
@@ -153,6 +156,8 @@ VALUES = st.one_of(
     st.text(max_size=5),
     st.lists(st.integers(0, 3), max_size=2),
     st.dictionaries(st.sampled_from(["quant_method", "bits", "group_size"]), st.integers(-1, 9)),
+    st.text("FS", max_size=4),
+    st.fixed_dictionaries({"deepstack_visual_indexes": st.one_of(st.booleans(), st.just([1, 2]))}),
 )
 
 

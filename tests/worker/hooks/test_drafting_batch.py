@@ -121,7 +121,11 @@ def runner():
         req_id_to_index={"a": 2, "b": 0, "c": 1}, draft_tokens=torch.full((4, MOST), 7)
     )
     return SimpleNamespace(
-        device=torch.device("cpu"), req_states=states, sampler=None, speculator=None
+        device=torch.device("cpu"),
+        req_states=states,
+        sampler=None,
+        speculator=None,
+        structured_outputs_worker=SimpleNamespace(mask_stride=1 + MOST),
     )
 
 
@@ -166,6 +170,9 @@ def test_a_runner_is_held_back_until_it_is_known_who_draws():
     module.hold_back(made)
     assert made.speculator is None
     assert (made.num_speculative_steps, made.decode_query_len) == (0, 1)
+    assert made.structured_outputs_worker.mask_stride == 1, "vLLM 0.33 warms up with a bitmask"
+    module.let_speculate(made, Speculator())
+    assert made.structured_outputs_worker.mask_stride == 1 + MOST
 
 
 def test_drafts_of_several_iterations_are_on_their_way_at_once(monkeypatch):

@@ -216,7 +216,8 @@ def _has_no_other_threads() -> bool:
 def begin_worker(threads: int, cpus: Sequence[int]) -> None:
     """Do in a forked worker, first, what OpenMP does where it is loaded: bind the main thread to the
     first of ``cpus``, and set the number of threads."""
-    os.sched_setaffinity(0, cpus[:1])
+    with suppress(OSError):  # the container has other CPUs by now
+        os.sched_setaffinity(0, cpus[:1])
     _compute_with(threads)
     # vLLM looks at every module that has been imported, and a fork has more than a new interpreter.
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op`", FutureWarning)

@@ -35,6 +35,7 @@ from sipipe.engine.setup.derived import settings_of
 from sipipe.engine.setup.host_agreement import ports_used, versions
 from sipipe.errors import ConfigError, StallError, UnsupportedError
 from sipipe.gpu_slices import named_slices
+from sipipe.ipc.last_word import VARIABLE as LAST_WORD
 from sipipe.ipc.secret import SECRET, SECRET_FILE, read_secret
 from sipipe.ipc.sockets import VARIABLE as SOCKETS
 from sipipe.observe.live import RUN_VARIABLE
@@ -76,7 +77,7 @@ class Placement:
         settings = {name for name in os.environ if name.startswith("SIPIPE_")}
         # Paths of this machine, and a run's id, mean nothing on another one.
         names = get_env_vars_to_copy(
-            exclude_vars=WORKER_SPECIFIC_ENV_VARS | {SECRET_FILE, RUN_VARIABLE, SOCKETS},
+            exclude_vars=WORKER_SPECIFIC_ENV_VARS | {SECRET_FILE, RUN_VARIABLE, SOCKETS, LAST_WORD},
             additional_vars={*current_platform.additional_env_vars, *settings},
             destination="host agents",
         )

@@ -28,6 +28,36 @@ MOST_REPETITION = 1e30
 """Repetition penalty by which a logit can be multiplied and still be a float32."""
 
 
+def bound_counts(request: Request, longest: int) -> None:
+    """Bound a request's counts of tokens by the ``longest`` request that there can be.
+
+    Stages keep them in 32 bits, after adding the prompt's length; vLLM's front end takes any number from
+    a program, and the server's ``/inference/v1/generate`` from a client. More tokens never come to be.
+    """
+    params = request.sampling_params
+    if params is None:
+        return
+    request.max_tokens = min(request.max_tokens, longest)
+    if params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, longest)
+    params.min_tokens = min(params.min_tokens, longest)
+
+
+def leave_out_unknown_tokens(request: Request, vocabulary: int) -> None:
+    """Leave bad words and stop tokens out that the model has not, as a tokenizer may have more.
+
+    They rule nothing out. The sampler of vLLM's second runner writes to the logit of each without a look
+    at the row's end, where another request's row begins.
+    """
+    params = request.sampling_params
+    if params is None:
+        return
+    if words := params.bad_words_token_ids:
+        params._bad_words_token_ids = [word for word in words if max(word) < vocabulary]
+    stops = params.all_stop_token_ids
+    params._all_stop_token_ids = {token for token in stops if token < vocabulary}
+
+
 class RefusedRequest(Request):
     """A request that the engine could not read. Of the client's it has no more than whose it is.
 

@@ -68,24 +68,29 @@ class Dispatcher:
         self.head_drafts = head_drafts
         self._last: Iteration | None = None
         """The iteration that was given last, whose bitmask comes next."""
-        self._empty: list[SchedulerOutput] = []
-        """Scheduling outputs without tokens since the last that was published, without those that
-        say nothing, as the visit of a closed slot does."""
+        self._untold: SchedulerOutput | None = None
+        """A scheduling output with all that those without tokens have said since the last that was published.
+        While an engine is paused, each request that leaves is such an output."""
 
     def publish(self, output: SchedulerOutput) -> bool:
         """Have one iteration published, now or when its time has come (:meth:`.Iterations.begin`);
         False if it has no tokens: what such an output tells workers goes with the next one."""
         if output.total_num_scheduled_tokens == 0 and not self.empty:
-            if _says_something(output):
-                self._empty.append(output)
+            if _says_something(output):  # the visit of a closed slot says nothing
+                self._carry_on(output)
+                self._untold = output
             self._last = None
             return False
-        if self._empty:
-            _carry(self._empty, output)
-            self._empty = []
+        self._carry_on(output)
         self._last = self._iterations.enter(output)
         self.publish_due()
         return True
+
+    def _carry_on(self, output: SchedulerOutput) -> None:
+        """Put what is still to be told into ``output``."""
+        if self._untold is not None:
+            _carry(self._untold, output)
+            self._untold = None
 
     def publish_due(self, wait: bool = True) -> None:
         """Publish iterations whose time has come. The engine thread does when it has entered one, and
@@ -187,13 +192,15 @@ def _says_something(output: SchedulerOutput) -> bool:
     return any(getattr(output, name, None) for name in _CARRIED) or any(news.values())
 
 
-def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
-    """Put what ``earlier`` outputs without tokens say of workers' state into ``output``."""
+def _carry(earlier: SchedulerOutput, output: SchedulerOutput) -> None:
+    """Put what an ``earlier`` output without tokens says of workers' state into ``output``."""
     for name, join in _CARRIED.items():
-        values = [getattr(one, name, None) for one in (*earlier, output)]
+        values = [getattr(one, name, None) for one in (earlier, output)]
         if (said := [value for value in values if value]) or hasattr(output, name):
             setattr(output, name, join(said))
     # Of routed experts vLLM tells each change once, and each is a step of its own.
-    metadata = [one.aux_output_connector_metadata for one in earlier]
-    if metadata := [one for one in metadata if one is not None]:
+    metadata = [*getattr(earlier, "earlier_aux_metadata", ())]
+    if earlier.aux_output_connector_metadata is not None:
+        metadata.append(earlier.aux_output_connector_metadata)
+    if metadata:
         output.earlier_aux_metadata = metadata

@@ -114,9 +114,10 @@ class Iterations:
                 return None
             if short and self._waiting[0].output.scheduled_new_reqs:
                 return None
-            iteration = self._waiting.popleft()
+            # It waits until it is in flight: what `follow` raises fails the engine, and `fail` has to
+            # find it.
+            iteration = self._waiting[0]
             number = self._next
-            self._next += 1
             slot = iteration.scheduled.slot
             began = self._now()
             work = follow(number, iteration.output)
@@ -129,6 +130,8 @@ class Iterations:
                 began=began,
             )
             self._in_flight[number] = iteration
+            self._waiting.popleft()
+            self._next += 1
         return iteration
 
     def plan(self) -> tuple[int, Iteration] | None:

@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from sipipe.best_effort import BestEffort
-from sipipe.engine.iteration.admission import refusal_of_sampler
+from sipipe.engine.iteration.admission import leave_out_unknown_tokens, refusal_of_sampler
 from sipipe.engine.iteration.head_drafts import HeadDrafts
 from sipipe.engine.iteration.iteration import Scheduled
 from sipipe.engine.iteration.iterations import Iterations
@@ -84,6 +84,7 @@ class ObservedScheduler(WrongBlocksScheduler):
     def _refusal(self, request: Request, known: Request | None) -> str:
         reason = super()._refusal(request, known)
         if not reason and self.tracker.draws == "off" and device_may_draw():
+            leave_out_unknown_tokens(request, self.vllm_config.model_config.get_vocab_size())
             reason = refusal_of_sampler(request)
         return reason
 
@@ -199,7 +200,7 @@ class ObservedScheduler(WrongBlocksScheduler):
             elif index is not None and output.sampled_token_ids[index]:
                 self._tokenless.discard(request_id)
                 live.add(Word.FIRST_TOKENS)
-                live.add(Word.TTFT_NS, int((now - request.arrival_time) * 1e9))
+                live.add(Word.TTFT_NS, max(0, int((now - request.arrival_time) * 1e9)))
 
     def _show(self, now: int) -> None:
         """Show how many requests there are, and since when there are none."""

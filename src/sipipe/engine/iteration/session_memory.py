@@ -39,6 +39,10 @@ BETWEEN_TURNS = (RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.WAITING)
 """States of a session that does not run: without a turn, and with one that waits."""
 
 
+PLENTY = 0.2
+"""Free share of the KV cache for which nobody looks what sessions hold."""
+
+
 class SessionMemory:
     """Mixin in front of any scheduler of vLLM's."""
 
@@ -82,6 +86,23 @@ class SessionMemory:
             return count
         without_turn = RequestStatus.WAITING_FOR_STREAMING_REQ
         return count + sum(request.status == without_turn for request in self.waiting)  # type: ignore[attr-defined]
+
+    def kv_free(self) -> float:
+        """Share of the KV cache that a request can have, 0 to 1: what is free, and what sessions without a
+        turn hold. They give it up for whoever needs it, so it holds nobody back."""
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        free: float = 1.0 - manager.usage
+        if self._allocate is None or free >= PLENTY:
+            return free
+        without_turn = RequestStatus.WAITING_FOR_STREAMING_REQ
+        held = sum(
+            len(blocks)
+            for session in self._holding()
+            if session.status == without_turn
+            for blocks in manager.get_blocks(session.request_id).blocks
+        )
+        share: float = free + held / manager.block_pool.num_gpu_blocks
+        return min(1.0, share)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -29,7 +29,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from sipipe.engine.iteration.admission import REFUSED, is_duplicate, refusal
+from sipipe.engine.iteration.admission import REFUSED, bound_counts, is_duplicate, refusal
 from sipipe.engine.iteration.iterations import Iterations
 from sipipe.engine.iteration.session_memory import SessionMemory
 
@@ -63,6 +63,7 @@ class SessionScheduler(SessionMemory):
         if reason := self._refusal(request, known):
             self._refuse(request, reason)
             return
+        bound_counts(request, self.vllm_config.model_config.max_model_len)
         if known is None:
             for output in self.iterations.outputs_with(request.request_id):
                 self._replaced[id(output)].add(request.request_id)

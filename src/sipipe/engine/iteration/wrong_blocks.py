@@ -146,7 +146,14 @@ class WrongBlocksScheduler(SessionScheduler):
 
     def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
         if self._kv_loads is not None:
-            self._kv_loads.fail(set(), failed_req_ids)
+            requests = self.requests
+            # One that has left is forgotten already, and nobody would forget it again.
+            waiting = {
+                name
+                for name in failed_req_ids
+                if name in requests and not requests[name].is_finished()
+            }
+            self._kv_loads.fail(set(), waiting)
         failed: set[str] = super()._handle_failed_recving(failed_req_ids)  # type: ignore[misc]
         return failed
 

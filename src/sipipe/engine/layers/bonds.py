@@ -9,7 +9,8 @@ layer of the same stage has left, and that does not travel between stages:
 - layers that attend to the tokens which an earlier layer's index chose (DeepSeek's sparse attention:
   ``index_topk_freq``, ``index_topk_pattern``).
 
-Each is read from the fields by which vLLM's models decide it themselves.
+Each is read from the fields by which vLLM's models decide it themselves. A field of a wrong type is as
+one that is not there: vLLM refuses the model.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ def bonds_of(text: Mapping[str, Any], vision: Mapping[str, Any]) -> tuple[Bond, 
 def _shared_caches(text: Mapping[str, Any], total: int) -> list[Bond]:
     """The bond from the first layer whose KV cache is read to the last one that reads it. Each of the
     last ``num_kv_shared_layers`` reads the last layer before them that is of its own kind."""
-    shared = text.get("num_kv_shared_layers") or 0
+    shared = _whole(text, "num_kv_shared_layers", 0)
     kinds = text.get("layer_types")
     if not shared or not isinstance(kinds, Sequence) or not 0 < shared < total == len(kinds):
         return []
@@ -63,8 +64,10 @@ def _shared_caches(text: Mapping[str, Any], total: int) -> list[Bond]:
 
 def _deepstack(vision: Mapping[str, Any]) -> list[Bond]:
     """The bond of the first layers, to each of which an image's features of one level are added."""
-    levels = vision.get("deepstack_visual_indexes") or ()
-    return [Bond(0, len(levels) - 1, "images' features are added to each")] if levels else []
+    levels = vision.get("deepstack_visual_indexes")
+    if not isinstance(levels, list | tuple) or not levels:
+        return []
+    return [Bond(0, len(levels) - 1, "images' features are added to each")]
 
 
 def _shared_index(text: Mapping[str, Any], total: int) -> list[Bond]:
@@ -72,18 +75,24 @@ def _shared_index(text: Mapping[str, Any], total: int) -> list[Bond]:
     if text.get("index_topk") is None:
         return []
     pattern = text.get("index_topk_pattern")
-    every = text.get("index_topk_freq") or 1
-    offset = text.get("index_skip_topk_offset", 2)
-    if pattern is None:
+    every = _whole(text, "index_topk_freq", 1) or 1
+    offset = _whole(text, "index_skip_topk_offset", 2)
+    if not isinstance(pattern, Sequence):
         uses = [max(layer - offset + 1, 0) % every != 0 for layer in range(total)]
     else:
         uses = [layer < len(pattern) and pattern[layer] == "S" for layer in range(total)]
-    owners = [layer for layer in range(total) if not uses[layer]]
+    owners = [layer for layer in range(total) if not uses[layer]] or [0]
     ends = [*(layer - 1 for layer in owners[1:]), total - 1]
     return [
         Bond(first, last, "later ones use the first one's index of tokens")
         for first, last in zip(owners, ends, strict=True)
     ]
+
+
+def _whole(fields: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number among a configuration's fields; ``default`` where it has none."""
+    value = fields.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 def broken(bonds: Sequence[Bond], layers: Sequence[int]) -> Bond | None:

@@ -214,8 +214,13 @@ class PipelineScheduler(Scheduler):
             pending_prefill=pending,
             started_prefill=started,
             arriving=len(self._prompts) + admissible,
-            kv_free=1.0 - self.kv_cache_manager.usage,
+            kv_free=self.kv_free(),
         )
+
+    def kv_free(self) -> float:
+        """Share of the KV cache that a request can have, 0 to 1."""
+        free: float = 1.0 - self.kv_cache_manager.usage
+        return free
 
     def _without_slot(self) -> tuple[list[Sequence], list[Request]]:
         """Running requests without a slot: those that decode from now on, and those that compute

@@ -132,7 +132,7 @@ class Speculation(NoSpeculation):
             formed: Microbatches that they form.
         """
         scheduler = self._scheduler
-        if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
+        if scheduler.kv_free() < KV_RESERVE:
             return 0
         # Each request may need a row of its own by then.
         requests = min(sum(scheduler.get_request_counts()), scheduler.max_num_running_reqs)
@@ -241,6 +241,10 @@ class HeadSpeculation(Speculation):
         self._awaited = []
         for number, drafts in self._scheduler.head_drafts.take(awaited).items():
             self._hand_on(number, self._unforced(drafts))
+            if (
+                not drafts
+            ):  # the head's pass has failed, or came too late: as if the first were wrong
+                self._chances[0] *= 1.0 - RATE
         super()._fit()
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
         self.asks = most = min(self._worth_making(), self.asks + 1)

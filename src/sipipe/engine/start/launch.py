@@ -4,9 +4,7 @@ All checks happen in the foreground, on the configuration that the engine will g
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -26,7 +24,7 @@ from sipipe.engine.start.aside import leave_sipipe_out, steps_aside
 from sipipe.engine.start.late_values import load_parsers
 from sipipe.engine.start.plugin import engine_config
 from sipipe.engine.start.refusals import checked
-from sipipe.errors import ConfigError, tell
+from sipipe.errors import ConfigError, say, tell
 from sipipe.ipc.sockets import free_path
 from sipipe.ipc.tcp import check_port
 
@@ -134,5 +132,4 @@ def announce(setup: Setup) -> None:
     """Print what SiPipe will do, which its engine does not say again. Raises as ``check_setup``."""
     lines = plugin.check_setup(setup)
     plugin.announced = True
-    with suppress(OSError):  # a closed or full stderr must not end a server (`tell`)
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    say("\n".join(lines))

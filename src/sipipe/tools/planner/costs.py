@@ -27,6 +27,7 @@ CPU_KV_SHARE = 0.4
 def roofline(compute: float, memory: float, sharpness: float) -> float:
     """Time of a kernel that takes ``compute`` seconds of arithmetic and ``memory`` of traffic:
     ``(compute^k + memory^k)^(1/k)``, because a real kernel overlaps the two imperfectly."""
+    sharpness = max(sharpness, 0.01)  # below that the sum is larger than any number
     larger = max(compute, memory)
     smaller = min(compute, memory)
     if smaller == 0.0:

@@ -141,7 +141,8 @@ class FrontEnd:
 
     def tokens_per_second(self, stream_interval: int) -> float:
         """Output tokens a second that one API server streams, in chunks of ``stream_interval``."""
-        return self.busy * 1e6 / (self.token_us + self.chunk_us / stream_interval)
+        # A tenth of a nanosecond at least: both may be assumed to take no time.
+        return self.busy * 1e6 / max(self.token_us + self.chunk_us / stream_interval, 1e-4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

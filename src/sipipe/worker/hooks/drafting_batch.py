@@ -116,16 +116,23 @@ class DraftingBatch(WholeBatch):
 def let_speculate(runner: Any, speculator: Any) -> None:
     """Have ``runner``, which was made with the head's configuration, propose by ``speculator``."""
     runner.speculator = speculator
-    runner.num_speculative_steps = speculator.num_speculative_steps
-    runner.decode_query_len = 1 + speculator.num_speculative_steps
+    _take_drafts(runner, speculator.num_speculative_steps)
 
 
 def hold_back(runner: Any) -> None:
     """Have ``runner``, which was made with a head's configuration, warm up and run as without, until it
     is known who draws."""
     runner.speculator = None
-    runner.num_speculative_steps = 0
-    runner.decode_query_len = 1
+    _take_drafts(runner, 0)
+
+
+def _take_drafts(runner: Any, most: int) -> None:
+    """Have ``runner`` take so many drafts of each request, at most."""
+    runner.num_speculative_steps = most
+    runner.decode_query_len = 1 + most
+    if runner.structured_outputs_worker is not None:
+        # The rows of a bitmask that each request has, in vLLM 0.33's warm-up too.
+        runner.structured_outputs_worker.mask_stride = runner.decode_query_len
 
 
 class StrictVerifier:

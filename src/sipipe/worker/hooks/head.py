@@ -46,6 +46,15 @@ EMBEDDING = "embed_tokens.weight"
 """End of the name of the input embedding in checkpoints."""
 
 
+def reads_several_layers(speculative: Any) -> bool:
+    """Say if the head of vLLM's ``SpeculativeConfig`` reads hidden states of several layers. Some EAGLE-3
+    heads read the last one's alone, and say so in their configuration."""
+    if speculative.method != TAPPED:
+        return False
+    eagle = getattr(speculative.draft_model_config.hf_config, "eagle_config", None) or {}
+    return bool(eagle.get("use_aux_hidden_state", True))
+
+
 def tap_layers(runner: Any, speculative: Any) -> None:
     """Have the loaded model of a stage, any of them, also give the hidden states that the head reads.
 

@@ -37,7 +37,6 @@ from vllm.utils import cpu_resource_utils
 from vllm.v1.worker import gpu_worker
 
 from sipipe.ipc.memory import group_limit, group_used
-from sipipe.messages.stage_place import StagePlace
 from sipipe.worker.hooks.kernel_dtypes import check_dtypes
 from sipipe.worker.hooks.native_launch import (
     FROM_PYTHON,
@@ -66,27 +65,18 @@ class _StageWorker:
     vllm_module: ModuleType
     """Module that defines vLLM's class."""
     model_runner: Any
-    place: StagePlace | None = None
-    """Set by the process before ``init_device``; None only in a worker nobody placed."""
-    draws: bool = False
-    """True if CPU samplers draw the tokens; set with ``place``."""
-    own_sampler: bool = True
-    """True if a second runner has its own sampler; set with ``place``."""
+    boot: WorkerBoot
+    """Record from which the process has started. It sets it before ``init_device``."""
     feedback: TokenFeedback | None = None
     """Handler that brings a second runner its tokens."""
-    head: Any = None
-    """vLLM's ``SpeculativeConfig`` of a draft head on the last stage; set with ``place``."""
     speculator: Any = None
-    """vLLM's speculator of that head; None on other stages."""
-    proposes: bool = False
-    """True if the runner has that head propose by itself, since vLLM's sampler draws; set with ``place``."""
+    """vLLM's speculator of a draft head; None without one, and on all stages but the last."""
 
     def init_device(self) -> None:
         """Join the stage's world, and make the runner with SiPipe's parts in it."""
-        assert self.place is not None, "the process places its worker before init_device"
-        with stage_world(self.place, self.vllm_module), self._stand_ins():
+        with stage_world(self.boot.place, self.vllm_module), self._stand_ins():
             super().init_device()  # type: ignore[misc]
-        if self.head is not None:
+        if self.boot.head is not None:
             # vLLM would tap the model's layers while it loads them. `tap_layers` does, on every stage.
             self.model_runner.use_aux_hidden_state_outputs = False
 
@@ -95,8 +85,8 @@ class _StageWorker:
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
-        if self.head is not None:
-            self._load_head(runner)
+        if self.boot.head is not None:
+            self._load_head(runner, self.boot.head)
         check_dtypes(runner)
         hand_on(runner)
         # For a warm-up's steps, until the links are open.
@@ -105,7 +95,7 @@ class _StageWorker:
         group.send = lambda _: lambda: None
         from sipipe.worker.hooks.draws import feedback_of
 
-        self.feedback = feedback_of(runner, draws=self.draws)
+        self.feedback = feedback_of(runner, draws=self.boot.draws)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """Lay the KV cache out, with the draft head's layers and a connector that reports failures."""
@@ -123,17 +113,18 @@ class _StageWorker:
             self.model_runner.aux_output_connector.begin_step(metadata)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
-    def _load_head(self, runner: Any) -> None:
-        """Load the draft head on the last stage, and have each stage give what it reads."""
+    def _load_head(self, runner: Any, head: Any) -> None:
+        """Load the draft head of vLLM's ``SpeculativeConfig`` on the last stage, and have each stage give
+        what it reads."""
         from sipipe.worker.hooks.drafting_batch import hold_back, let_speculate
-        from sipipe.worker.hooks.head import TAPPED, load_speculator, tap_layers
+        from sipipe.worker.hooks.head import load_speculator, reads_several_layers, tap_layers
 
-        if self.head.method == TAPPED:
-            tap_layers(runner, self.head)
+        if reads_several_layers(head):
+            tap_layers(runner, head)
         if not runner.is_last_pp_rank:
             return
-        self.speculator = load_speculator(runner, self.head)
-        if self.proposes:
+        self.speculator = load_speculator(runner, head)
+        if self.boot.proposes:
             let_speculate(runner, self.speculator)
         elif runner.num_speculative_steps:  # who draws is measured
             hold_back(runner)
@@ -158,7 +149,7 @@ class _StageWorker:
         """While active, vLLM takes SiPipe's parts for its runner's own."""
         from sipipe.worker.hooks.draws import stand_ins
 
-        return stand_ins(own_sampler=self.own_sampler)
+        return stand_ins(own_sampler=self.boot.own_sampler)
 
 
 MOST_WRITTEN = 1 << 20
@@ -241,8 +232,7 @@ if current_platform.is_cpu():
                 self.model_runner._init_kv_zero_meta()
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
-            assert self.place is not None, "the process places its worker before it loads"
-            self._natively = may_launch_natively(self.place.stages)
+            self._natively = may_launch_natively(self.boot.place.stages)
             use_compiled(self.vllm_config, natively=self._natively)
             build_whole_files()
             # vLLM 0.33 compiles its kernels before the first request; ours need no compiling.
