@@ -287,7 +287,7 @@ class Router:
             response = failure(error.status, f"{request.method} {request.path}: {error.reason}")
         except ConnectionError:
             # The client's: an engine's is an answer of its own. aiohttp would log one that is raised.
-            return failure(499, "the client takes nothing")
+            return failure(408, "the client takes nothing")
         except Exception as error:
             log.exception("%s %s", request.method, request.path)
             response = failure(500, f"the router failed: {type(error).__name__}")

@@ -1,6 +1,7 @@
 """Draft heads change no token, and are right as often as in stock vLLM, wherever the stages are cut."""
 
 import json
+import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,12 @@ def head(models, kind):
     return heads.target(models), {"method": method, "model": str(made), "num_speculative_tokens": 3}
 
 
+def is_as_often_right(counted, by_stock):
+    """Say if drafts were right as often as stock's, but for what so few of them vary by."""
+    likely = counted[OFFERED] * by_stock[ACCEPTED] / by_stock[OFFERED]
+    return counted[ACCEPTED] >= 0.9 * likely - 2 * math.sqrt(likely)
+
+
 def long_greedy():
     """Greedy requests of prompts that are cut into chunks, for stock and for us."""
     asked = greedy(12, shortest=20, longest=60)
@@ -91,8 +98,7 @@ def test_greedy_tokens_are_stocks_and_drafts_as_often_right(models, kind, pp):
     said, expected = (with_comparable_texts(it, path, long_greedy()) for it in (found, plain))
     assert said == expected
     assert 0 < counted[OFFERED] <= by_stock[OFFERED], (counted, by_stock)
-    rate = counted[ACCEPTED] / counted[OFFERED]
-    assert rate >= 0.9 * by_stock[ACCEPTED] / by_stock[OFFERED], (counted, by_stock)
+    assert is_as_often_right(counted, by_stock), (counted, by_stock)
 
 
 @pytest.mark.slow
@@ -178,8 +184,7 @@ def test_drafts_are_as_often_right_where_vllms_sampler_draws(models, kind, pp):
     settings = {**ON_DEVICE, "pipeline_parallel_size": pp}
     found, counted = run(path, long_greedy(), speculative_config=drafts, **settings)
     assert tokens(found[0]) == tokens(plain[0])
-    rate = counted[ACCEPTED] / counted[OFFERED]
-    assert rate >= 0.9 * by_stock[ACCEPTED] / by_stock[OFFERED], (counted, by_stock)
+    assert is_as_often_right(counted, by_stock), (counted, by_stock)
 
 
 @pytest.mark.slow
