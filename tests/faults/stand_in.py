@@ -50,8 +50,8 @@ class StandInWorker(Worker, EmulatedWorker):
         return device, StandInSharing(boot, self, device)
 
     def load_model(self, *_, **__):
-        runner = Runner(self.place, self.vllm_config, self.cache_config.block_size)
-        self.start(get_pp_group(), runner, self.draws)
+        runner = Runner(self.boot.place, self.vllm_config, self.cache_config.block_size)
+        self.start(get_pp_group(), runner, self.boot.draws)
 
     def determine_available_memory(self):
         return 1 << 20
@@ -66,5 +66,5 @@ class StandInWorker(Worker, EmulatedWorker):
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
             blocks = torch.full((kv_cache_config.num_blocks, self.cache_config.block_size), -2)
             self.model_runner.cache = blocks.view(-1).numpy()
-            caches = {f"stage{self.place.stage}": blocks}
+            caches = {f"stage{self.boot.place.stage}": blocks}
             self.model_runner.kv_connector = get_kv_connector(self.vllm_config, caches)
