@@ -275,23 +275,26 @@ def measure(benchmarks: Sequence[Benchmark], folder: Path) -> list[str]:
             print(f"{benchmark.name}: not measured: {reason}", flush=True)
         else:
             print(f"{title}: {shlex.join(command(benchmark))}", flush=True)
-            if why := _run(benchmark, folder, reuse):
+            if why := _run(benchmark, folder, reuse=reuse):
                 print(f"{benchmark.name}: {why}", flush=True)
                 failed.append(f"{benchmark.name}: {why}")
     return failed
 
 
-def _run(benchmark: Benchmark, folder: Path, reuse: bool) -> str:
+def _run(benchmark: Benchmark, folder: Path, *, reuse: bool) -> str:
     """Run one command and take its results into ``folder``; returns why it failed, or nothing.
 
-    ``reuse``: it goes on where one that was stopped had come to.
+    Args:
+        reuse: have it go on where one that was stopped had come to.
     """
     files = {name: BUILD / f"{name}.json" for name in benchmark.results}
     for file in files.values():
         file.unlink(missing_ok=True)  # of an earlier run: they would pass for this one's
     log = folder / f"{benchmark.name}.log"
     began = time.monotonic()
-    env = {**os.environ, **({ROUNDS: str(folder / "rounds")} if reuse else {})}
+    env = dict(os.environ)
+    if reuse:
+        env[ROUNDS] = str(folder / "rounds")
     with log.open("a" if reuse else "w") as out:
         words = [sys.executable, *command(benchmark)[1:]]
         # wait: none, engines have bounds of their own; the command, or who interrupts the campaign

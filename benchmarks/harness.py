@@ -71,7 +71,7 @@ def of_the_checkout(module: str) -> str:
 
 
 def once(words: Sequence[Any], ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns, or what it returned to a campaign that was stopped since.
+    """Ask, or take the answer that a campaign got which was stopped since.
 
     A campaign names in :data:`ROUNDS` a directory of its commit and machine. Without one all is asked anew.
 

@@ -29,9 +29,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 NAME = re.compile(r"(\d{1,5})-(\d{1,5})\.(\d{1,4})-(\d{1,4})\.safetensors")
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
+"""Name of a folder of all that agree on what must be equal."""
 NEW = ".new"
 """Ending of the name of a file that is being written."""
 MANIFEST = "manifest.json"
+"""Name of the file in such a folder that says what that is."""
 UNFINISHED = re.compile(rf"({NAME.pattern}|manifest\.json)\.\w+\{NEW}")
 LEFT_OVER = 3600.0
 """Seconds after which a file that is being written belongs to a writer that ended amid it."""

@@ -77,16 +77,21 @@ class ObservedScheduler(WrongBlocksScheduler):
         self._speculation = speculation(self, controller)
 
     def add_request(self, request: Request) -> None:
+        if self._kernels_draw():
+            leave_out_unknown_tokens(request, self.vllm_config.model_config.get_vocab_size())
         super().add_request(request)
         if request.request_id in self.requests:  # it was not refused
             self.tracker.arrived(request.request_id)
 
     def _refusal(self, request: Request, known: Request | None) -> str:
         reason = super()._refusal(request, known)
-        if not reason and self.tracker.draws == "off" and device_may_draw():
-            leave_out_unknown_tokens(request, self.vllm_config.model_config.get_vocab_size())
+        if not reason and self._kernels_draw():
             reason = refusal_of_sampler(request)
         return reason
+
+    def _kernels_draw(self) -> bool:
+        """Say if the kernels of vLLM's second sampler draw, whose tables have bounds."""
+        return self.tracker.draws == "off" and device_may_draw()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
