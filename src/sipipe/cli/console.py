@@ -12,9 +12,8 @@ class Console(console.Console):
     """Rich's console without markup: a name that holds brackets or colons is only a name."""
 
     def __init__(self, **options: Any) -> None:
-        if (
-            os.environ.get("COLUMNS") == "0"
-        ):  # of a terminal without a size: nothing would be printed
+        # Rich takes the width from it, and would print nothing on a terminal without a size.
+        if os.environ.get("COLUMNS") == "0":
             del os.environ["COLUMNS"]
         super().__init__(markup=False, emoji=False, **options)
 

@@ -241,9 +241,8 @@ class HeadSpeculation(Speculation):
         self._awaited = []
         for number, drafts in self._scheduler.head_drafts.take(awaited).items():
             self._hand_on(number, self._unforced(drafts))
-            if (
-                not drafts
-            ):  # the head's pass has failed, or came too late: as if the first were wrong
+            if not drafts:
+                # The head's pass has failed, or came too late: as if the first draft were wrong.
                 self._chances[0] *= 1.0 - RATE
         super()._fit()
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
