@@ -291,6 +291,7 @@ def _run(benchmark: Benchmark, folder: Path, *, reuse: bool) -> str:
     for file in files.values():
         file.unlink(missing_ok=True)  # of an earlier run: they would pass for this one's
     log = folder / f"{benchmark.name}.log"
+    goes_on = reuse and log.exists()  # it was stopped, and how long it had run is not known
     began = time.monotonic()
     env = dict(os.environ)
     if reuse:
@@ -307,7 +308,8 @@ def _run(benchmark: Benchmark, folder: Path, *, reuse: bool) -> str:
         return f"its command wrote no {missing[0]} ({log})"
     for name, file in files.items():
         result = json.loads(file.read_text())
-        result["wall_s"] = round(wall, 1)
+        if not goes_on:
+            result["wall_s"] = round(wall, 1)
         result["rows"] = [numbers(row) for row in result["rows"]]
         # Written whole: a campaign that is stopped here measures this benchmark again.
         partial = folder / f"{name}.part"
@@ -369,7 +371,7 @@ def _rows(result: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
     for row in result["rows"]:
         key = []
         for column, value in row.items():
-            if _is_figure(value):
+            if not isinstance(value, str | int | None):
                 break
             key.append((column, value))
         alike = sum(other[: len(key)] == tuple(key) for other in rows)
@@ -382,7 +384,8 @@ def _title(key: Key) -> str:
 
 
 def _is_figure(value: Any) -> bool:
-    return isinstance(value, float | Mapping)
+    """Say if ``value`` is a figure, alone or with its range; a picture's data is none."""
+    return isinstance(value, float) or (isinstance(value, Mapping) and "median" in value)
 
 
 def _differ(then: Any, now: Any) -> bool:

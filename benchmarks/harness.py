@@ -188,13 +188,14 @@ def _number(text: str) -> float | int:
 
 
 def cell(value: Any) -> str:
-    """A figure as tables show it: four digits, thousands set apart, a range behind its median."""
+    """A figure as tables show it: four digits, thousands set apart, a range behind its median. A range
+    that these digits do not show, such as that of one repetition, is left out."""
     if isinstance(value, Mapping):
         median, low, high = (
             f"{part:,}" if type(part) is int else cell(part)
             for part in (value["median"], value["low"], value["high"])
         )
-        return f"{median} ({low}-{high})"
+        return median if low == high == median else f"{median} ({low}-{high})"
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "" if value is None else str(value)

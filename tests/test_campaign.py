@@ -87,6 +87,8 @@ def test_what_was_measured_is_not_measured_again_and_a_failure_is_named(place, m
     kept = json.loads((place / "campaign" / "good-1.json").read_text())
     assert kept["rows"] == [{"way": "greedy", "tok/s": {"median": 1234, "low": 1200, "high": 1300}}]
     assert kept["wall_s"] >= 0
+    resumed = json.loads((place / "campaign" / "bad-1.json").read_text())
+    assert "wall_s" not in resumed  # the time of a part would pass for all of it
 
 
 def test_figures_of_changed_files_are_measured_again(place, monkeypatch):
@@ -197,6 +199,11 @@ def test_rows_that_are_of_the_same_are_compared_in_order(tmp_path):
     before = written(tmp_path / "kept", a=[{"way": "x", "ms": 1.0}, {"way": "x", "ms": 9.0}])
     now = written(tmp_path / "now", a=[{"way": "x", "ms": 1.1}, {"way": "x", "ms": 1.0}])
     assert list(differences(now, before)) == ["a: x, 1: ms: 1, kept 9"]
+
+
+def test_each_kept_result_can_be_compared():
+    """Also one that has a picture's data."""
+    assert not list(differences(results.RESULTS, results.RESULTS))
 
 
 def test_the_canary_fails_where_a_ratio_left_its_range(tmp_path, monkeypatch, capsys):

@@ -79,11 +79,34 @@ def test_the_next_engine_begins_with_the_ratios_that_one_has_measured(config, ca
     measure(first, MEASURED)
     assert first.measured
     written()
+    measure(first, MEASURED, batches=1)  # the last ones may have come while others were written
+    written()
     [file] = (cache / kept_prices.FOLDER).iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     later = make_controller(config, slots=3)
     assert not later.measured
     assert later.prices().token == 1.0
+    assert later.prices().fixed == pytest.approx(RATIOS.fixed, rel=0.1)
+
+
+def test_prices_that_come_while_others_are_written_are_kept_afterwards(config, monkeypatch):
+    """A slow disk costs the latest prices their turn, and not their place."""
+    free = threading.Event()
+    write = kept_prices._write
+
+    def slow(result):
+        free.wait(30)
+        write(result)
+
+    monkeypatch.setattr(kept_prices, "_write", slow)
+    first = make_controller(config, slots=3)
+    measure(first, MEASURED)
+    free.set()
+    written()
+    monkeypatch.setattr(kept_prices, "_write", write)
+    measure(first, MEASURED, batches=1)
+    written()
+    later = make_controller(config, slots=3)
     assert later.prices().fixed == pytest.approx(RATIOS.fixed, rel=0.1)
 
 

@@ -74,7 +74,8 @@ class ConcurrencyController:
         stages: Stages of the pipeline, p.
         slots: The most microbatches.
         first: Prices of a load before it has been measured; None: :func:`usual` ones.
-        keep: Receives measured prices, in seconds, now and then; returns at once. None: nobody does.
+        keep: Receives measured prices, in seconds, now and then; returns at once, False if it has to
+            be asked again at the next fit. None: nobody does.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ConcurrencyController:
         stages: int,
         slots: int,
         first: Prices | None = None,
-        keep: Callable[[Prices], None] | None = None,
+        keep: Callable[[Prices], bool] | None = None,
     ) -> None:
         self.stages = stages
         self.slots = slots
@@ -119,8 +120,10 @@ class ConcurrencyController:
             self._prices = self._pricing(self._prices, self._slowest)
             due = self.times.fits >= KEPT_AGAIN * self._kept_at
             if self._keep is not None and self.measured and due:
-                self._kept_at = self.times.fits
-                self._keeping(None, self._keep, self._prices)
+                # What fails is not tried again at each fit.
+                kept = self._keeping(True, self._keep, self._prices)
+                if kept:
+                    self._kept_at = self.times.fits
         return self._prices
 
     def _slowest(self) -> Prices:

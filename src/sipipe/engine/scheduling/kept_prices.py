@@ -94,14 +94,15 @@ class PriceMemory:
             for ratio, expected in zip(ratios, usual_prices, strict=True)
         )
 
-    def keep(self, prices: Prices) -> None:
-        """Keep ``prices``, in seconds, for later engines; returns at once. Nothing is kept while the
-        last ones are still being written, and where they cannot be."""
+    def keep(self, prices: Prices) -> bool:
+        """Keep ``prices``, in seconds, for later engines; returns at once. False if the last ones are
+        still being written: these are not kept."""
         if self._writer is not None and self._writer.is_alive():
-            return
+            return False
         result = KeptPrices(subject=self._subject, prices=prices)
         self._writer = threading.Thread(target=_write, args=(result,), name=WRITER, daemon=True)
         self._writer.start()
+        return True
 
 
 def make_controller(vllm_config: VllmConfig, slots: int) -> ConcurrencyController:
