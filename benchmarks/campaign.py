@@ -87,7 +87,7 @@ CAMPAIGN_OF = (
         ("served-int8",),
         12,
     ),
-    Benchmark("timeline", "timeline MODEL", ("timeline",), 4),
+    Benchmark("timeline", "timeline MODEL", ("timeline",), 8),
     Benchmark("sampling", "sampling --only strategies", ("sampling",), 2),
     Benchmark("sampling-sizes", "sampling --only sizes", ("sampling-sizes",), 1),
     Benchmark("sampling-cliffs", "sampling --only cliffs", ("sampling-cliffs",), 2),

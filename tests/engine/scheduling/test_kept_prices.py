@@ -23,7 +23,8 @@ from vllm.engine.arg_utils import EngineArgs
 from sipipe.engine.scheduling import kept_prices
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.kept_prices import CREDIBLE, PriceMemory, make_controller
-from sipipe.engine.scheduling.times import Load, Prices, usual
+from sipipe.engine.scheduling.times import TOGETHER, Load, Prices, usual
+from sipipe.kept import Folder
 
 MEASURED = SMALL.prices
 """Seconds."""
@@ -79,7 +80,8 @@ def test_the_next_engine_begins_with_the_ratios_that_one_has_measured(config, ca
     measure(first, MEASURED)
     assert first.measured
     written()
-    measure(first, MEASURED, batches=1)  # the last ones may have come while others were written
+    # The last ones may have come while others were written.
+    measure(first, MEASURED, batches=TOGETHER)
     written()
     [file] = (cache / kept_prices.FOLDER).iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -92,19 +94,19 @@ def test_the_next_engine_begins_with_the_ratios_that_one_has_measured(config, ca
 def test_prices_that_come_while_others_are_written_are_kept_afterwards(config, monkeypatch):
     """A slow disk costs the latest prices their turn, and not their place."""
     free = threading.Event()
-    write = kept_prices._write
+    keep_file = Folder.keep
 
-    def slow(result):
+    def slow(*arguments):
         free.wait(30)
-        write(result)
+        keep_file(*arguments)
 
-    monkeypatch.setattr(kept_prices, "_write", slow)
+    monkeypatch.setattr(Folder, "keep", slow)
     first = make_controller(config, slots=3)
     measure(first, MEASURED)
     free.set()
     written()
-    monkeypatch.setattr(kept_prices, "_write", write)
-    measure(first, MEASURED, batches=1)
+    monkeypatch.setattr(Folder, "keep", keep_file)
+    measure(first, MEASURED, batches=TOGETHER)
     written()
     later = make_controller(config, slots=3)
     assert later.prices().fixed == pytest.approx(RATIOS.fixed, rel=0.1)
