@@ -36,7 +36,7 @@ test-all: setup ## all tests
 release: lint test-all ## is this tree ready to be released? Measures all figures anew, and uses what it builds
 	@$(BIN)/python scripts/release.py
 
-test-faults: setup ## 2,000 faults put into engines, hosts and servers; writes tests/faults/README.md
+test-faults: setup ## 3,000 faults put into engines, hosts and servers; writes tests/faults/README.md
 	@$(BIN)/python -m tests.faults --keep
 
 soak: setup ## half an hour under clients that come and go: does anything grow? Writes tests/faults/README.md

@@ -370,7 +370,7 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys, 
     row, stock = found["rows"][:2]
     assert (row["engine"], row["tok/s"], row["of stock's best"]) == ("sipipe", "25 (10-40)", "2.00")
     assert (stock["engine"], stock["tok/s"]) == ("stock", "12 (10-15)")
-    assert (row["equal"], stock["equal"], row["draws p"]) == ("2 of 2", "1 of 2", "0.50")
+    assert (row["equal"], stock["equal"], row["draws p"]) == ("2 of 2", "1 of 2", "0.500")
     assert (row["KV tokens"], row["memory MiB"], row["goodput/s"]) == (4096, 30, "2.00")
     assert found["machine"]["cores"] >= 1
     assert found["command"] == "sipipe bench m --pp 2 --rows sipipe,stock --json"

@@ -73,7 +73,7 @@ def table(
                 comparable = same and type(answers_of[name][0]) is type(first[0])
                 row["equal"] = f"{sum(same)} of {len(same)}" if comparable else None
                 draws = starts[0]["draws"]
-                row["draws p"] = f"{draws['p']:.2f}" if draws else None
+                row["draws p"] = f"{draws['p']:.3f}" if draws else None
             rows.append(row)
     return rows
 

@@ -180,9 +180,9 @@ HOOKS = (
     Hook(
         caller=f"{_RUNNER}.execute_model",
         call="self.block_tables.apply_staged_writes",
-        ours="vLLM's; where SiPipe prepares, block tables of new requests alone, which nobody reads",
-        why="`prepare_attn` hands over prepared tables; `update_requests`, which adds blocks to these, "
-        "is replaced",
+        ours="where SiPipe prepares: on CPUs nothing, as nobody reads vLLM's tables; on GPUs vLLM's",
+        why="on CPUs `prepare_attn` hands over prepared tables, to which `update_requests`, which is "
+        "replaced, adds blocks",
         where="worker/hooks/preparation.py:SiPipePrepares._update_requests",
     ),
     Hook(
@@ -209,7 +209,7 @@ HOOKS = (
     Hook(
         caller=f"{_RUNNER}.execute_model",
         call="self.prepare_attn",
-        ours="hands over the prepared block tables and slots",
+        ours="on CPUs hands over the prepared block tables and slots; on GPUs vLLM's",
         why="the same",
         where="worker/inputs/placement.py:Placement.tables",
     ),
