@@ -125,6 +125,8 @@ def measure_launching(stage: str, count: int, profile: bool) -> None:
                 real = runner.runner
                 sizes = real.max_num_reqs, real.max_num_tokens, SLOTS * 128
                 real.input_buffers = PackedInputBuffers(*sizes, real.device)
+            # As a stage is opened once: what the side before has put around it is taken off.
+            vars(runner.runner.model_state).pop("prepare_attn", None)
             with (
                 patch(name, return_value=why),
                 patch("sipipe.worker.hooks.preparation.placement_of", place),
