@@ -36,6 +36,8 @@ CAMPAIGN = Path("build/campaign")
 MODEL = MODELS / "SmolLM2-135M-Instruct"
 HEAD = MODELS / "SmolLM2-135M-Instruct-eagle"
 INT8 = MODELS / "SmolLM2-135M-Instruct-int8"
+NO_COMMIT = "no-commit"
+"""In the place of the commit where there is none."""
 UNRANGED = 0.3
 """Share by which a figure without a range may differ: two starts of one engine differ by 0.29."""
 
@@ -78,8 +80,8 @@ CAMPAIGN_OF = (
         ("speculation-emulated",),
         8,
     ),
-    Benchmark("ablation", "emulate --ablate --minutes 60", ("emulation-ablation",), 33),
-    Benchmark("start", "start --pp 1,2 --repeat 1", ("start",), 20),
+    Benchmark("ablation", "emulate --ablate --minutes 70", ("emulation-ablation",), 65),
+    Benchmark("start", "start --pp 1,2 --repeat 2", ("start",), 25),
     Benchmark(
         "int8",
         "served MODEL --int8 INT8 --rows sipipe,sipipe-one --loads short --sampling greedy "
@@ -105,10 +107,10 @@ CAMPAIGN_OF = (
     ),
     Benchmark(
         "drafts",
-        "speculation MODEL --pp 2 --requests 1 --sampling greedy --repeat 1 --tokens 64 "
+        "speculation MODEL --pp 2 --requests 1,8 --sampling greedy --repeat 1 --tokens 64 "
         "--engines 2 --no-stock",
         ("speculation-pp2",),
-        7,
+        12,
     ),
     Benchmark(
         "drafts-many",
@@ -149,7 +151,7 @@ CANARY_OF = (
     ),
     Benchmark(
         "drafts",
-        "speculation MODEL --quick --pp 2 --kinds copy",
+        "speculation MODEL --quick --pp 2 --kinds copy --tokens 64",
         ("speculation-pp2",),
         3,
     ),
@@ -179,7 +181,7 @@ RATIOS = (
         "copying with drafts, of without",
         "speculation-pp2: with / without | kind=copy; sampling=greedy; requests=1",
     ),
-    Ratio("8,000 tokens of prompt, of stock", "prefill-pp2: of equal times | engine=stock; load=1 x 8,000"),
+    Ratio("8,000 tokens of prompt, of stock in chunks", "prefill-pp2: of equal times | load=1 x 8,000; engine=stock, chunks of 2,048"),
     Ratio("all sampling parameters, in reads", "sampling: reads | strategy=all"),
 )  # fmt: skip
 
@@ -209,7 +211,9 @@ def main() -> int:
             print(f"{benchmark.minutes:3.0f} min  {shlex.join(command(benchmark))}")
         print(f"{sum(benchmark.minutes for benchmark in benchmarks):3.0f} min  in all")
         return 0
-    folder = place() / ("canary" if args.canary else "")
+    folder = place()
+    if args.canary:
+        folder = folder.with_name(f"{folder.name}-canary")
     failed = measure(benchmarks, folder)
     if args.canary:
         failed += canary(folder)
@@ -249,13 +253,14 @@ def place() -> Path:
     facts = machine()
     kind = {name: value for name, value in facts.items() if name not in ("date", "commit")}
     digest = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]
-    return CAMPAIGN / f"{facts['commit'] or 'no-commit'}-{digest}"
+    return CAMPAIGN / f"{facts['commit'] or NO_COMMIT}-{digest}"
 
 
 def measure(benchmarks: Sequence[Benchmark], folder: Path) -> list[str]:
     """Run the commands whose results are not in ``folder``; returns a line for each that failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    reuse = "+" not in str(folder)  # with changed files nobody knows of what code a figure is
+    # With changed files, or outside a checkout, nobody knows of what code a figure is.
+    reuse = "+" not in folder.name and not folder.name.startswith(NO_COMMIT)
     words = {word for benchmark in benchmarks for word in benchmark.words.split()}
     if "MODEL" in words and not MODEL.exists():
         make = [sys.executable, "-m", "sipipe", "make-model", "smollm2", str(MODEL)]
@@ -306,8 +311,11 @@ def _run(benchmark: Benchmark, folder: Path, *, reuse: bool) -> str:
     missing = [name for name, file in files.items() if not file.exists()]
     if missing:
         return f"its command wrote no {missing[0]} ({log})"
-    for name, file in files.items():
-        result = json.loads(file.read_text())
+    results_of = {name: json.loads(file.read_text()) for name, file in files.items()}
+    commits = {result["machine"]["commit"] or NO_COMMIT for result in results_of.values()}
+    if any(not folder.name.startswith(f"{commit}-") for commit in commits):
+        return f"files were changed while it ran: measured is {', '.join(commits)} ({log})"
+    for name, result in results_of.items():
         if not goes_on:
             result["wall_s"] = round(wall, 1)
         result["rows"] = [numbers(row) for row in result["rows"]]
@@ -326,7 +334,8 @@ def canary(folder: Path) -> list[str]:
             now = _value(ratio, folder)
             then = _value(ratio, results.RESULTS)
         except SystemExit as error:
-            print(f"{ratio.what}: cannot be compared: {error}")
+            left.append(f"{ratio.what}: cannot be compared: {error}")
+            print(left[-1])
             continue
         verdict = "as kept" if not _differ(then, now) else "another"
         print(f"{ratio.what}: {cell(now)}, kept {cell(then)}: {verdict}")
@@ -389,10 +398,15 @@ def _is_figure(value: Any) -> bool:
 
 
 def _differ(then: Any, now: Any) -> bool:
-    """Whether two figures differ by more than the wider of their ranges."""
-    ranges = [value["high"] - value["low"] for value in (then, now) if isinstance(value, Mapping)]
-    widest = max(ranges) if ranges else UNRANGED * abs(number(then))
-    return abs(number(now) - number(then)) > widest
+    """Whether neither of two figures lies in the other's range."""
+    return not (_holds(then, number(now)) or _holds(now, number(then)))
+
+
+def _holds(figure: Any, other: float) -> bool:
+    """Whether ``other`` lies in the range of ``figure``; of one without a range, near it."""
+    if isinstance(figure, Mapping):
+        return bool(figure["low"] <= other <= figure["high"])
+    return abs(other - number(figure)) <= UNRANGED * abs(number(figure))
 
 
 def keep(folder: Path) -> None:

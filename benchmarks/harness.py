@@ -2,8 +2,7 @@
 
 A benchmark is run as ``python -m benchmarks.NAME`` (``make bench-NAME``). It measures its
 baseline and ours in the same run, because machines are shared and noisy, hands rows to
-:func:`report`, and never asserts a time. What is worth keeping, ``python -m benchmarks.results
-
+:func:`report`, and never asserts a time. ``python -m benchmarks.results --keep NAME`` keeps a result.
 """
 
 from __future__ import annotations
@@ -73,16 +72,18 @@ def of_the_checkout(module: str) -> str:
 def once(words: Sequence[Any], ask: Callable[[], Any]) -> Any:
     """Ask, or take the answer that a campaign got which was stopped since.
 
-    A campaign names in :data:`ROUNDS` a directory of its commit and machine. Without one all is asked anew.
+    A campaign names in :data:`ROUNDS` a directory of its commit and machine. Without one all is asked
+    anew, and so it is while files differ from the commit.
 
     Args:
-        words: what is asked, as JSON; what differs is another round.
+        words: what is asked, as JSON; what differs is another round, and so is another commit's.
         ask: measures it, and returns what JSON can hold.
     """
     place = os.environ.get(ROUNDS)
-    if not place:
+    commit = machine()["commit"] if place else None
+    if not place or not commit or commit.endswith("+"):
         return ask()
-    digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([commit, words], sort_keys=True).encode()).hexdigest()[:16]
     path = Path(place) / f"{digest}.json"
     if not path.exists():
         answer = json.dumps(ask())

@@ -226,7 +226,7 @@ def main() -> None:
                     rows.append({"side": side, **where, **found})
                 cable.delay(0.0)
     except KeyboardInterrupt:
-        print("benchmarks.hosts: interrupted; what was measured until then:", file=sys.stderr)
+        sys.exit("benchmarks.hosts: interrupted")
     finally:
         cluster.close()
         cable.close()
@@ -250,7 +250,8 @@ def main() -> None:
         "hosts",
         "Two hosts, a stage on each, one-way delay between them",
         rows,
-        note=f"llama bench, bf16, compiled, greedy, prompts of 16 tokens, {tokens} new ones",
+        note=f"llama bench, bf16, compiled, greedy, prompts of 16 tokens, {tokens} new ones; SiPipe with "
+        f"{' '.join(UNEVEN)}, stock with its even cut",
     )
 
 

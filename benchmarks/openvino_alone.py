@@ -1,8 +1,8 @@
 """OpenVINO GenAI on loads of its own, for :mod:`benchmarks.peers`; run by the Python that has it.
 
 ``python openvino_alone.py FILE.gguf LOADS``: LOADS is a JSON list of objects with ``prompt`` (fewest
-and most tokens), ``tokens`` (new ones), ``requests``, and perhaps ``temperature`` and ``top_p``. Prints
-a JSON list of tokens/s. Imports nothing of this project, which that Python does not have.
+and most tokens), ``tokens`` (fewest and most new ones), ``requests``, and perhaps ``temperature`` and
+``top_p``. Prints a JSON list of tokens/s. Imports nothing of this project, which that Python does not have.
 """
 
 import json
@@ -36,19 +36,23 @@ def main() -> None:
             openvino.Tensor(numpy.array([[draw.randrange(3, WORDS) for _ in range(length)]]))
             for length in lengths
         ]
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = load["tokens"]
-        config.ignore_eos = True
-        if load.get("temperature"):
-            config.do_sample = True
-            config.temperature = load["temperature"]
-            config.top_p = load.get("top_p", 1.0)
+        wanted = [draw.randint(*load["tokens"]) for _ in range(requests)]
+        configs = []
+        for tokens in wanted:
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens = tokens
+            config.ignore_eos = True
+            if load.get("temperature"):
+                config.do_sample = True
+                config.temperature = load["temperature"]
+                config.top_p = load.get("top_p", 1.0)
+            configs.append(config)
         began = time.perf_counter()
-        results = pipeline.generate(prompts, [config] * requests)
+        results = pipeline.generate(prompts, configs)
         seconds = time.perf_counter() - began
         made = sum(len(result.m_generation_ids[0]) for result in results)
-        if made != requests * load["tokens"]:
-            sys.exit(f"OpenVINO made {made} tokens in place of {requests * load['tokens']}")
+        if made != sum(wanted):
+            sys.exit(f"OpenVINO made {made} tokens in place of {sum(wanted)}")
         return float(made / seconds)
 
     measured(loads[0], 2)

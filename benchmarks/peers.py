@@ -25,7 +25,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report, spread
+from benchmarks.harness import report, served_dtype, spread
 from benchmarks.served import LENGTHS, server
 from benchmarks.side_by_side import Load, Runs, answered
 from sipipe.errors import SiPipeError
@@ -40,8 +40,8 @@ LONGEST = 1_024
 """Tokens of a request at most: 600 in, 300 out."""
 SETTINGS = (("short", "greedy", 64), ("short", "chat", 64), ("short", "greedy", 8),
             ("short", "greedy", 1), ("chat", "greedy", 8))  # fmt: skip
-TOKENS = {"short": (16, 16, 32), "chat": (200, 600, 200)}
-"""Fewest and most prompt tokens of a load, and new ones."""
+TOKENS = {"short": ((16, 16), (32, 32)), "chat": ((200, 600), (100, 300))}
+"""Fewest and most prompt tokens of a load, and fewest and most new ones."""
 MINUTES = 60
 """That building one of them may take."""
 
@@ -82,10 +82,11 @@ def main() -> None:
     alone = [] if "OpenVINO" in skipped else [openvino(gguf, settings) for _ in range(engines)]
     report(
         "peers",
-        f"Beside other engines, {Path(args.model).name}, one stage, {engines} engine(s) each",
+        f"Beside other engines, {Path(args.model).name}, one stage, {engines} engine(s) each, "
+        f"{served_dtype()} in SiPipe and stock vLLM, weights of 16 bits in the others",
         table(settings, list(servers), rounds, alone),
-        note=f"{LLAMA_CPP} and {OPENVINO}, 16-bit weights, not tuned; short: 16 tokens in, 32 out; chat: "
-        "200 to 600 in, about 200 out; OpenVINO offline, alone, KV cache of 8 bits; medians and ranges",
+        note=f"{LLAMA_CPP} and {OPENVINO}, not tuned; short: 16 tokens in, 32 out; chat: 200 to 600 in, "
+        "100 to 300 out; OpenVINO offline, alone, KV cache of 8 bits; medians and ranges",
     )
 
 
@@ -161,13 +162,15 @@ def llama_cpp(gguf: Path, requests: int) -> dict[str, Any]:
     cores = str(len(os.sched_getaffinity(0)))
     words = [str(binary), "-m", str(gguf), "--alias", gguf.stem, "-t", cores, "-tb", cores]
     words += ["-np", str(requests), "-c", str(requests * LONGEST), "-b", "2048", "-ub", "512"]
-    return {"command": [*words, "-fa", "on", "--no-cache-prompt"], "env": {}, "url": ""}
+    # Its defaults, a top-k of 40 and a min-p of 0.05, would leave a top-p nothing to do.
+    words += ["--top-k", "0", "--min-p", "0", "-fa", "on", "--no-cache-prompt"]
+    return {"command": words, "env": {}, "url": ""}
 
 
 def openvino(gguf: Path, settings: list[tuple[str, str, int]]) -> list[float]:
     """Tokens/s of OpenVINO GenAI for each load, in a process of its own."""
     loads = [
-        {"prompt": TOKENS[name][:2], "tokens": TOKENS[name][2], "requests": count, **SAMPLING[way]}
+        {"prompt": TOKENS[name][0], "tokens": TOKENS[name][1], "requests": count, **SAMPLING[way]}
         for name, way, count in settings
     ]
     command = [str(environment() / "python"), str(ALONE), str(gguf), json.dumps(loads)]

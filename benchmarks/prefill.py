@@ -4,8 +4,9 @@
     python -m benchmarks.prefill --profile deepseek-v3-32xh200,deepseek-v3-64xh200 --pp 4,8 [--quick]
 
 With a model: SiPipe, whose chunks take equal times, SiPipe with vLLM's scheduler, whose chunks have
-equal numbers of tokens, and stock vLLM with as many stages and with one. All hold an engine at the
-same time and answer every load in turn. With a profile, of so many stages: SiPipe on emulated
+equal numbers of tokens, and stock vLLM with as many stages and with one. Stock's stages wait for one another
+where a prompt is one chunk, as with vLLM's default on CPUs, so there is a side with smaller ones, too. All
+hold an engine at the same time and answer every load in turn. With a profile, of so many stages: SiPipe on emulated
 devices (docs/emulation.md), beside chunks of equal numbers of tokens of several sizes; the best of
 these is what somebody would have found who had searched. Efficiency is that of all devices: what the
 stages work if the prompt is one chunk, over the stages, over the time to the first token.
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ DECODED = 16
 """Prompt tokens of the sequences that decode beside."""
 LONG = {"served": 4096, "emulated": 1 << 17}
 """Tokens from which on a prompt is measured once."""
+CHUNK = 2048
+"""Tokens of stock's smaller chunks."""
 WARM = 16384
 """Tokens of the prompts, at most, from which an engine learns what chunks take."""
 Prompts = tuple[int, int, int]
@@ -105,6 +109,10 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
         "equal times": {"argv": staged, "settings": {}},
         "equal tokens": {"argv": staged, "settings": {"scheduler": "vllm"}},
         "stock": {"argv": staged, "settings": None},
+        f"stock, chunks of {CHUNK:,}": {
+            "argv": [*staged, "--max-num-batched-tokens", str(CHUNK)],
+            "settings": None,
+        },
         "stock, one stage": {"argv": base, "settings": None},
     }
     more = {"loads": loads, "repeat": args.repeat, "long": LONG["served"]}
@@ -125,7 +133,7 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
         rows,
         note="TTFT: seconds to the first token, median and range; time per token: ms of the decoding "
         "sequences meanwhile; of equal times: how many times as long; --max-num-batched-tokens is "
-        "vLLM's default",
+        "vLLM's default unless chunks are named",
         columns=columns + ([BETWEEN] if beside else []),
     )
     drawn(path, title, [row for row in rows if "beside" not in row["load"]])
@@ -285,10 +293,14 @@ class Driven:
         while not all(self.came[name] for name in asked):
             self.step()
         first = [self.came[name][0] - began for name in asked]
+        # Also the interval that each decoding sequence is in now, which may be the longest.
+        so_far = {name: len(self.came[name]) for name in beside}
+        while any(len(self.came[name]) == so_far[name] for name in beside):
+            self.step()
         between = [
             later - earlier
             for name in beside
-            for earlier, later in zip(self.came[name], self.came[name][1:], strict=False)
+            for earlier, later in pairwise(self.came[name][: so_far[name] + 1])
             if later > began
         ]
         self._engine.abort_request(beside)

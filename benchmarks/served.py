@@ -12,7 +12,7 @@ other prompts. A ratio is of answers that were given side by side.
 ``--int8``: rows of SiPipe also with the same model in 8 bits (:mod:`benchmarks.make_model.int8`).
 
 The noise is that of a set-up against itself: the largest of its answers to a load, by rounds and
-repetitions, over the smallest.
+repetitions, over the smallest, where several engines answered. Each answer has other prompts.
 
 ``short``: 16 tokens in, 32 out. ``chat``: 200 to 600 in, 100 to 300 out, as long as the answers of
 ShareGPT are. Both at once, and in open arrivals at three rates. All rounds answer those with most requests
@@ -56,7 +56,8 @@ RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.5, 1.0, 2.0)}
 ARRIVING = {"short": 32, "chat": 12}
 """Requests of each rate."""
 OF_THE_SAME = "of the same, not in 8 bits"
-SHOWN = ["load", "sampling", "requests", "rate", "engine", "tok/s", "of stock with the same stages"]
+SHOWN = ["load", "sampling", "requests", "rate", "engine", "answers", "tok/s"]
+SHOWN += ["of stock with the same stages"]
 SHOWN += ["of stock's best", OF_THE_SAME, "TTFT p50", "TPOT p50", "noise"]
 LIMIT = 7_200.0
 """Seconds that a round of all rows may take."""
@@ -102,8 +103,9 @@ def main() -> None:
         f"Served, {Path(model).name}, {served_dtype()}, {len(rounds)} engine(s) a row, all alive, loads in turn",
         table(loads, rows, rounds),
         note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; medians and ranges; "
-        "ratios of answers side by side; TTFT, TPOT: ms to the first token and between later ones; "
-        "noise: the largest tok/s of a row's answers over the smallest",
+        "ratios of answers side by side; answers: two of each engine to short requests at once, else "
+        "one; TTFT, TPOT: ms to the first token and between later ones; noise: the largest tok/s of a "
+        "row's answers over the smallest, where several engines answered, each with other prompts",
         columns=[name for name in SHOWN if args.int8 or name != OF_THE_SAME],
         file=args.name,
     )
@@ -175,6 +177,7 @@ def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[s
             same = next((row for row in rows if row in STOCK and STAGES[row] == stages), None)
             line: dict[str, Any] = {"load": kind, "sampling": way, "requests": int(count)}
             line |= {"rate": rate, "engine": name, "tok/s": spread(speeds[name])}
+            line["answers"] = len(speeds[name])
             for column, other in (
                 ("of stock with the same stages", same),
                 ("of stock's best", best),
@@ -185,7 +188,7 @@ def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[s
                 for part in ("p50", "p99"):
                     values = [run[f"{part}_{title.lower()}_ms"] for run in found[name]]
                     line[f"{title} {part}"] = spread(values)
-            several = len(speeds[name]) > 1
+            several = sum(load.name in runs for runs in rounds) > 1
             line["noise"] = max(speeds[name]) / min(speeds[name]) if several else None
             lines.append(line)
     return lines

@@ -1,8 +1,8 @@
 """Servers that are all alive and get every load in turn, so that a machine whose speed drifts favours none.
 
 ``python -m benchmarks.side_by_side FD`` is a process that starts them, sends the loads by vLLM's own
-client, and ends with all of them (:mod:`sipipe.tools.child`). Who has no load sleeps. In every
-repetition the servers change places: first to last, then last to first.
+client, and ends with all of them (:mod:`sipipe.tools.child`). Who has no load sleeps. With every load and
+every repetition the servers change places: first to last, then last to first.
 """
 
 from __future__ import annotations
@@ -98,17 +98,18 @@ def drive(job: dict[str, Any]) -> dict[str, Any]:
             of_all = [clients[name, load.name] for name in names]
             # wait: those of the requests; the servers, whose end fails them
             list(pool.map(lambda each, of=load: _sent(each, of, COMPILED, seed), of_all))
+    time.sleep(SPIN)  # wait: SPIN; nobody
     for load in loads:
         for name in names if load.learnt else ():
             _sent(clients[name, load.name], load, load.learnt, seed)
             time.sleep(SPIN)  # wait: SPIN; nobody
     runs: Runs = {load.name: {name: [] for name in names} for load in loads}
     for repetition in range(max(load.repeat for load in loads)):
-        for load in loads:
+        for number, load in enumerate(loads):
             if repetition >= load.repeat:
                 continue
             seed += 1
-            for name in names[:: -1 if repetition % 2 else 1]:
+            for name in names[:: -1 if (repetition + number) % 2 else 1]:
                 figures = _sent(clients[name, load.name], load, load.requests, seed)
                 runs[load.name][name].append(figures)
                 time.sleep(SPIN)  # wait: SPIN; nobody

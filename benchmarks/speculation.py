@@ -18,6 +18,7 @@ speed.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -327,19 +328,25 @@ def emulated_row(
 def _answered(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
+    from sipipe.cores import equal_shares, this_machine
+    from sipipe.engine.setup.record import BIND
+
     options: dict[str, Any] = {}
     if job["sipipe"] is not None:
         options = {
             "distributed_executor_backend": "sipipe.Executor",
             "additional_config": {"sipipe": job["sipipe"]},
         }
+    else:  # by itself it would leave a core to others
+        os.environ.setdefault(BIND, equal_shares(this_machine(), job["pp"]))
+    most = max(load["requests"] for load in job["loads"])
     llm = LLM(
         model=job["model"],
         dtype=served_dtype(),
         pipeline_parallel_size=job["pp"],
         speculative_config=job["speculative"],
         max_model_len=1024,
-        max_num_seqs=32,
+        max_num_seqs=max(32, 2 * most),  # room for drafts beside what runs
         disable_log_stats=False,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 29,

@@ -3,9 +3,10 @@
     python -m benchmarks.start [--quick] [--pp 1,2] [--repeat 3]      # make bench-start
 
 Each start is a server, or a script with an engine, of its own. The first of a side and degree is cold:
-its caches of compiled code are empty. The sides take turns. A phase ends when its line first comes in
-the server's log, or when the server answers; a phase's seconds are those since the one before. CPU
-seconds and memory (proportional set size) are of all processes, once the first token is there.
+its caches of compiled code are empty. The sides take turns, forwards and then backwards. A phase ends
+when the last process has said so in the log, or when the server answers; its seconds are those since the
+one before. CPU seconds are of all processes, also those that have ended, and memory (proportional set
+size) of those that live, once the first token is there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import psutil
 
 from benchmarks.first_token import SAID
-from benchmarks.harness import MODELS, report, spread
+from benchmarks.harness import MODELS, report, served_dtype, spread
 from benchmarks.make_model.checkpoint import make_model
 from sipipe.cores import equal_shares, this_machine
 
@@ -156,7 +157,7 @@ def answers(url: str) -> bool:
 
 def complete(address: str) -> None:
     """One request."""
-    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0}
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
     request = urllib.request.Request(
         f"{address}/v1/completions",
         json.dumps(body).encode(),
@@ -175,7 +176,8 @@ def spent(pid: int) -> dict[str, float]:
             words = " ".join(process.cmdline())
             role = next((r for r, pattern in ROLES.items() if re.search(pattern, words)), "other")
             times = process.cpu_times()
-            found[role] += times.user + times.system
+            ended = times.children_user + times.children_system  # such as compilers
+            found[role] += times.user + times.system + ended
     return found
 
 
@@ -214,7 +216,8 @@ def started(side: str, stages: int, model: Path, caches: Path) -> dict[str, floa
     # Stock vLLM would bind nothing well on a machine with one NUMA node; SiPipe plans its own.
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores if side.endswith("stock") else "auto"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4")}
-    words = [*SIDES[side], str(model), *(OURS if side.endswith("SiPipe") else [])]
+    words = [*SIDES[side], str(model), "--dtype", served_dtype()]
+    words += OURS if side.endswith("SiPipe") else []
     log = caches / f"{side} {time.time():.0f}.log"
     began = time.monotonic()
     with stamped(log) as seen, tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
@@ -251,8 +254,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as scratch:
         for stages in map(int, (args.pp or ("2" if args.quick else "1,2")).split(",")):
             found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-            for _ in range(1 + (args.repeat or (1 if args.quick else 3))):
-                for side in sides:
+            for number in range(1 + (args.repeat or (1 if args.quick else 3))):
+                for side in sides[:: -1 if number % 2 else 1]:
                     # Without spaces: compilers are called with this path.
                     caches = Path(scratch) / f"{list(SIDES).index(side)}-{stages}"
                     caches.mkdir(exist_ok=True)
@@ -269,9 +272,10 @@ def main() -> None:
     keys = dict.fromkeys(key for row in rows for key in row)
     report(
         "start",
-        "Seconds from the command to the first token, llama bench, bf16, compiled",
+        f"Seconds from the command to the first token, llama bench, {served_dtype()}, compiled",
         [{key: row.get(key) for key in keys} for row in rows],
-        note="warm: medians, of the total with its range; one KV cache size for all; CPU seconds and MiB of all processes",
+        note="warm: medians, of the total with its range; one KV cache size for all; CPU seconds and MiB "
+        "of all processes",
     )
 
 

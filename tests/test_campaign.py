@@ -42,26 +42,32 @@ def test_the_canary_watches_figures_that_it_measures_and_that_are_short():
     assert sum(benchmark.minutes for benchmark in CANARY_OF) <= 25
 
 
+FOLDER = "1234567-campaign"
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A campaign in ``tmp_path`` whose commands are made up by the tests."""
     monkeypatch.setattr(campaign, "BUILD", tmp_path / "bench")
-    monkeypatch.setattr(campaign, "place", lambda: tmp_path / "campaign")
+    monkeypatch.setattr(campaign, "place", lambda: tmp_path / FOLDER)
     (tmp_path / "bench").mkdir()
     return tmp_path
 
 
-def runs(monkeypatch, place, results_of):
-    """Let each command end with its status and write its files, by its name; returns what ran."""
+def runs(monkeypatch, place, results_of, commit=""):
+    """Let each command end with its status and write its files, by its name, as of ``commit``; returns
+    what ran."""
     ran = []
 
     def run(words, **options):
+        of_folder = campaign.place().name.partition("-")[0]
         name = words[2].removeprefix("benchmarks.")
         ran.append(name)
         status, files = results_of[name]
         for file in files:
             row = {"way": "greedy", "tok/s": "1,234 (1,200-1,300)"}
-            (place / "bench" / f"{file}.json").write_text(json.dumps({"rows": [row]}))
+            measured = {"machine": {"commit": commit or of_folder}, "rows": [row]}
+            (place / "bench" / f"{file}.json").write_text(json.dumps(measured))
         return subprocess.CompletedProcess(words, status)
 
     monkeypatch.setattr(campaign.subprocess, "run", run)
@@ -84,10 +90,10 @@ def test_what_was_measured_is_not_measured_again_and_a_failure_is_named(place, m
     ran.clear()
     assert campaign.main() == 0
     assert ran == ["bad", "dumb"]
-    kept = json.loads((place / "campaign" / "good-1.json").read_text())
+    kept = json.loads((place / FOLDER / "good-1.json").read_text())
     assert kept["rows"] == [{"way": "greedy", "tok/s": {"median": 1234, "low": 1200, "high": 1300}}]
     assert kept["wall_s"] >= 0
-    resumed = json.loads((place / "campaign" / "bad-1.json").read_text())
+    resumed = json.loads((place / FOLDER / "bad-1.json").read_text())
     assert "wall_s" not in resumed  # the time of a part would pass for all of it
 
 
@@ -106,6 +112,15 @@ def test_figures_of_changed_files_are_measured_again(place, monkeypatch):
         assert len(ran) == times
 
 
+def test_a_benchmark_whose_files_were_changed_while_it_ran_fails(place, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "CAMPAIGN_OF", (Benchmark("one", "one", ("one",), 1),))
+    monkeypatch.setattr("sys.argv", ["campaign"])
+    runs(monkeypatch, place, {"one": (0, ["one"])}, commit="1234567+")
+    assert campaign.main() == 1
+    assert "one: files were changed while it ran: measured is 1234567+" in capsys.readouterr().out
+    assert not (place / FOLDER / "one.json").exists()
+
+
 def test_a_benchmark_that_was_stopped_goes_on_at_its_next_round(tmp_path, monkeypatch):
     asked = []
 
@@ -118,11 +133,16 @@ def test_a_benchmark_that_was_stopped_goes_on_at_its_next_round(tmp_path, monkey
 
     assert both() == both() == [{"runs": [0]}, {"runs": [1]}]
     assert asked == [0, 1, 0, 1]  # by hand each is measured
+    commit = "1234567"
+    monkeypatch.setattr(harness, "machine", lambda: {"commit": commit})
     monkeypatch.setenv(harness.ROUNDS, str(tmp_path / "rounds"))
     harness.once(["served", 0], lambda: of(0))
     asked.clear()
     assert both() == both()
     assert asked == [1]
+    for commit in ("7654321", "1234567+", "1234567+"):  # noqa: B007
+        both()
+    assert asked == [1] + 3 * [0, 1]  # of other code, and of files that nobody knows
 
 
 def test_what_this_machine_cannot_measure_is_named_and_no_failure(place, monkeypatch, capsys):
@@ -150,7 +170,7 @@ def test_the_model_and_its_draft_head_are_made_first(place, monkeypatch):
     assert ran == ["sipipe", "make_model.eagle", "one"]
     for name in ("model", "head"):
         (place / name).mkdir()
-    (place / "campaign" / "one.json").unlink()
+    (place / FOLDER / "one.json").unlink()
     ran.clear()
     assert campaign.main() == 0
     assert ran == ["one"]
@@ -177,7 +197,7 @@ def test_a_figure_that_left_its_own_range_is_named_in_either_direction(tmp_path)
     before = written(
         tmp_path / "kept", a=[row("greedy", 100.0), row("chat", 100.0), row("all", 100.0)]
     )
-    for middle, differs in ((100.0, 0), (109.0, 0), (91.0, 0), (111.0, 1), (89.0, 1)):
+    for middle, differs in ((100.0, 0), (104.0, 0), (96.0, 0), (111.0, 1), (89.0, 1)):
         after = [row("greedy", 100.0), row("chat", middle), row("all", 100.0)]
         now = written(tmp_path / "now", a=after)
         assert len(list(differences(now, before))) == differs
@@ -214,11 +234,12 @@ def test_the_canary_fails_where_a_ratio_left_its_range(tmp_path, monkeypatch, ca
     )
     monkeypatch.setattr(results, "RESULTS", kept)
     now = [{"side": "sipipe", "total": 4.0}, {"side": "stock", "total": 9.0}]
-    assert campaign.canary(written(tmp_path / "now", a=now)) == []
+    (line,) = campaign.canary(written(tmp_path / "now", a=now))
+    assert line.startswith("s: cannot be compared: results b: there is no")
     assert "r: 0.4444, kept 0.4: as kept" in (said := capsys.readouterr().out)
-    assert "s: cannot be compared: results b: there is no" in said
+    assert line in said
     now[1]["total"] = 5.0
-    assert campaign.canary(written(tmp_path / "now", a=now)) == ["r: 0.8, kept 0.4"]
+    assert campaign.canary(written(tmp_path / "now", a=now)) == ["r: 0.8, kept 0.4", line]
 
 
 def test_the_campaign_shows_its_commands():

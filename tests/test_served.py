@@ -98,8 +98,8 @@ def test_every_server_gets_every_load_in_turn_and_they_change_places(monkeypatch
         ("b", 5, 100, 0.0),
         ("a", 7, 101, 0.0),
         ("b", 7, 101, 0.0),
-        ("a", 9, 102, 4.0),
         ("b", 9, 102, 4.0),
+        ("a", 9, 102, 4.0),
         ("b", 7, 103, 0.0),
         ("a", 7, 103, 0.0),
     ]

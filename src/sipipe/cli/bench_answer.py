@@ -13,8 +13,8 @@ LOADS = {
 }
 """Columns that can vary between the rows of one engine, and how a sentence names each."""
 AS_GOOD = 0.03
-"""Part by which two figures may differ and still count as equal: no repetition of one engine differs
-by less on a machine that does something else too."""
+"""Part by which two figures may differ and still count as equal. The repetitions of one engine differ by
+as much or more: the table's ranges say by how much."""
 WITHIN = 90.0
 """Percent of requests within the limits of ``--goodput`` for a rate to count as served."""
 
