@@ -72,7 +72,7 @@ format: setup ## format, and mend what lint can mend
 bench: setup ## the benchmarks that need no model, quick form
 	@for name in $(sort $(QUICK)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
-campaign: setup ## all figures of README and docs, in one run of under four hours; goes on where it ended
+campaign: setup ## all figures of README and docs, in one run of about five hours; goes on where it ended
 	@$(BIN)/python -m benchmarks.campaign --compare
 
 canary: setup ## seven ratios beside the kept ones, within half an hour

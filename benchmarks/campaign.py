@@ -97,7 +97,7 @@ CAMPAIGN_OF = (
     Benchmark("stage", "stage", ("stage", "stage-executors"), 2),
     Benchmark("transfer", "transfer", ("transfer",), 1),
     Benchmark("trace", "trace", ("trace",), 1),
-    Benchmark("prompts", "prefill MODEL --quick", ("prefill-pp2",), 9),
+    Benchmark("prompts", "prefill MODEL --quick", ("prefill-pp2",), 12),
     Benchmark(
         "prompts-emulated",
         "prefill --profile deepseek-v3-32xh200 --pp 8 --chunks 2048,8192 --repeat 2 "
