@@ -398,15 +398,13 @@ def _is_figure(value: Any) -> bool:
 
 
 def _differ(then: Any, now: Any) -> bool:
-    """Whether neither of two figures lies in the other's range."""
-    return not (_holds(then, number(now)) or _holds(now, number(then)))
-
-
-def _holds(figure: Any, other: float) -> bool:
-    """Whether ``other`` lies in the range of ``figure``; of one without a range, near it."""
-    if isinstance(figure, Mapping):
-        return bool(figure["low"] <= other <= figure["high"])
-    return abs(other - number(figure)) <= UNRANGED * abs(number(figure))
+    """Whether neither of two figures lies in the other's range; without ranges, whether they are far
+    apart."""
+    pairs = [(then, number(now)), (now, number(then))]
+    ranged = [(figure, other) for figure, other in pairs if isinstance(figure, Mapping)]
+    if not ranged:
+        return abs(number(now) - number(then)) > UNRANGED * abs(number(then))
+    return not any(figure["low"] <= other <= figure["high"] for figure, other in ranged)
 
 
 def keep(folder: Path) -> None:

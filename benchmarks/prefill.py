@@ -3,10 +3,9 @@
     python -m benchmarks.prefill MODEL [--pp 2] [--quick]
     python -m benchmarks.prefill --profile deepseek-v3-32xh200,deepseek-v3-64xh200 --pp 4,8 [--quick]
 
-With a model: SiPipe, whose chunks take equal times, SiPipe with vLLM's scheduler, whose chunks have
-equal numbers of tokens, and stock vLLM with as many stages and with one. Stock's stages wait for one another
-where a prompt is one chunk, as with vLLM's default on CPUs, so there is a side with smaller ones, too. All
-hold an engine at the same time and answer every load in turn. With a profile, of so many stages: SiPipe on emulated
+With a model: SiPipe, whose chunks take equal times, and stock vLLM with as many stages and with one.
+Stock's stages wait for one another where a prompt is one chunk, as with vLLM's default on CPUs, so there is
+a side with smaller ones, too. All hold an engine at the same time and answer every load in turn. With a profile, of so many stages: SiPipe on emulated
 devices (docs/emulation.md), beside chunks of equal numbers of tokens of several sizes; the best of
 these is what somebody would have found who had searched. Efficiency is that of all devices: what the
 stages work if the prompt is one chunk, over the stages, over the time to the first token.
@@ -107,7 +106,6 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
     staged = [*base, "--pipeline-parallel-size", args.pp]
     jobs: dict[str, dict[str, Any]] = {
         "equal times": {"argv": staged, "settings": {}},
-        "equal tokens": {"argv": staged, "settings": {"scheduler": "vllm"}},
         "stock": {"argv": staged, "settings": None},
         f"stock, chunks of {CHUNK:,}": {
             "argv": [*staged, "--max-num-batched-tokens", str(CHUNK)],

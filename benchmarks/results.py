@@ -278,8 +278,17 @@ def write(*, check: bool = False) -> list[str]:
     """Write pages and picture anew from the kept results; returns the names of those that differed.
 
     ``check``: write nothing.
+
+    Raises:
+        SystemExit: a page names what no result has. All pages but these are written.
     """
-    wanted = {name: written((ROOT / name).read_text()) for name in PAGES} | pictures()
+    wanted = pictures()
+    wrong = []
+    for name in PAGES:
+        try:
+            wanted[name] = written((ROOT / name).read_text())
+        except SystemExit as error:
+            wrong.append(f"{name}: {error}")
     differ = []
     for name, new in wanted.items():
         file = ROOT / name
@@ -288,6 +297,8 @@ def write(*, check: bool = False) -> list[str]:
             if not check:
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(new)
+    if wrong:
+        sys.exit("\n".join(wrong))
     return differ
 
 

@@ -127,6 +127,17 @@ def test_a_table_shows_the_chosen_rows_and_columns(folder):
             written(wrong)
 
 
+def test_a_page_that_names_what_is_not_there_keeps_no_other_from_being_written(folder, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", folder)
+    monkeypatch.setattr(results, "PAGES", ("bad.md", "good.md"))
+    comment = "<!-- = a: way | way=all -->"
+    (folder / "bad.md").write_text("<!-- = none: way -->?<!-- end -->")
+    (folder / "good.md").write_text(f"{comment}?<!-- end -->")
+    with pytest.raises(SystemExit, match=r"bad\.md: results none: there is no"):
+        results.write()
+    assert (folder / "good.md").read_text() == f"{comment}all<!-- end -->"
+
+
 def test_a_goal_is_met_or_not_by_the_kept_figure(folder, monkeypatch):
     goal = 'goal = "g"\nfigure = "a: tok/s | way=greedy"\nbeside = "a: twice | way=greedy"\n'
     (folder / "goals.toml").write_text(

@@ -164,7 +164,7 @@ def test_openvino_is_asked_for_the_same_loads(monkeypatch, tmp_path):
     (load,) = asked[0]
     assert load == {
         "prompt": [200, 600],
-        "tokens": 200,
+        "tokens": [100, 300],
         "requests": 8,
         "temperature": 0.7,
         "top_p": 0.9,

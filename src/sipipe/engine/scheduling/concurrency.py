@@ -118,12 +118,10 @@ class ConcurrencyController:
         if self.times.fits != self._priced:
             self._priced = self.times.fits
             self._prices = self._pricing(self._prices, self._slowest)
-            due = self.times.fits >= KEPT_AGAIN * self._kept_at
-            if self._keep is not None and self.measured and due:
-                # What fails is not tried again at each fit.
-                kept = self._keeping(True, self._keep, self._prices)
-                if kept:
-                    self._kept_at = self.times.fits
+            due = self.measured and self.times.fits >= KEPT_AGAIN * self._kept_at
+            # What fails counts as kept: it is not tried again at each fit.
+            if due and self._keep is not None and self._keeping(True, self._keep, self._prices):
+                self._kept_at = self.times.fits
         return self._prices
 
     def _slowest(self) -> Prices:
