@@ -4,11 +4,13 @@
     python -m benchmarks.prefill --profile deepseek-v3-32xh200,deepseek-v3-64xh200 --pp 4,8 [--quick]
 
 With a model: SiPipe, whose chunks take equal times, and stock vLLM with as many stages and with one.
-Stock's stages wait for one another where a prompt is one chunk, as with vLLM's default on CPUs, so there is
-a side with smaller ones, too. All hold an engine at the same time and answer every load in turn. With a profile, of so many stages: SiPipe on emulated
-devices (docs/emulation.md), beside chunks of equal numbers of tokens of several sizes; the best of
-these is what somebody would have found who had searched. Efficiency is that of all devices: what the
-stages work if the prompt is one chunk, over the stages, over the time to the first token.
+Stock's stages wait for one another where a prompt is one chunk, as with vLLM's default on CPUs, so there
+is a side with smaller ones, too. All hold an engine at the same time and answer every load in turn.
+
+With a profile, of so many stages: SiPipe on emulated devices (docs/emulation.md), beside chunks of equal
+numbers of tokens of several sizes; the best of these is what somebody would have found who had searched.
+Efficiency is that of all devices: what the stages work if the prompt is one chunk, over the stages, over
+the time to the first token.
 
 A prompt of a million tokens takes minutes, in each of six engines. So prompts alone are emulated in
 quick motion: devices take a part of their time, and figures are multiplied by as much, with
