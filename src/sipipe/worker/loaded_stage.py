@@ -76,7 +76,7 @@ class LoadedStage:
         runner = around.runner
         self._device: Device
         self.sharing: ProjectionShare
-        self._device, self.sharing = worker.parts()
+        self._device, self.sharing = worker.parts(boot)
         if not isinstance(self._device, HostDevice):
             # Before graphs are captured, which hold the buffers' addresses.
             runner.input_buffers = PackedInputBuffers(

@@ -137,13 +137,13 @@ class _StageWorker:
 
         return hosted(self.model_runner, self.speculator)
 
-    def parts(self) -> tuple[Device, ProjectionShare]:
+    def parts(self, boot: WorkerBoot) -> tuple[Device, ProjectionShare]:
         """The loaded stage's device, and its part of the output projection."""
         from sipipe.worker.device import stage_device
         from sipipe.worker.projection.share import ProjectionShare
 
         device = stage_device(self.model_runner.device)
-        return device, ProjectionShare(self.boot, self, device)
+        return device, ProjectionShare(boot, self, device)
 
     def _stand_ins(self) -> AbstractContextManager[None]:
         """While active, vLLM takes SiPipe's parts for its runner's own."""
