@@ -197,7 +197,9 @@ def test_a_figure_that_left_its_own_range_is_named_in_either_direction(tmp_path)
     before = written(
         tmp_path / "kept", a=[row("greedy", 100.0), row("chat", 100.0), row("all", 100.0)]
     )
-    for middle, differs in ((100.0, 0), (104.0, 0), (96.0, 0), (111.0, 1), (89.0, 1)):
+    within = [(100.0, 0), (104.0, 0), (96.0, 0)]
+    outside = [(109.0, 1), (91.0, 1), (111.0, 1), (89.0, 1)]
+    for middle, differs in within + outside:
         after = [row("greedy", 100.0), row("chat", middle), row("all", 100.0)]
         now = written(tmp_path / "now", a=after)
         assert len(list(differences(now, before))) == differs

@@ -42,20 +42,25 @@ class BestEffort:
 
     def __call__(self, otherwise: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """``call(*args, **kwargs)``; or ``otherwise``, where it raises or its time is used up."""
-        if self._bounded and time.monotonic() < self._due:
+        if not self._bounded:
+            # Such as a record of each phase, whose cost two looks at the clock would double.
+            return self._tried(otherwise, call, *args, **kwargs)
+        if time.monotonic() < self._due:
             return otherwise
-        # What is not bounded is a record of each phase, which two looks at the clock would double.
-        began = time.thread_time() if self._bounded else 0.0
+        began = time.thread_time()
+        result = self._tried(otherwise, call, *args, **kwargs)
+        took = time.thread_time() - began
+        if took > BRIEF:
+            self._due = time.monotonic() + took / SHARE
+        return result
+
+    def _tried(self, otherwise: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """``call(*args, **kwargs)``; or ``otherwise``, where it raises."""
         try:
             return call(*args, **kwargs)
         except Exception as error:
             self._log(error)
             return otherwise
-        finally:
-            if self._bounded:
-                took = time.thread_time() - began
-                if took > BRIEF:
-                    self._due = time.monotonic() + took / SHARE
 
     def _log(self, error: Exception) -> None:
         if self._logged:
