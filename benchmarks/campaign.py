@@ -1,6 +1,6 @@
 """All that README and the pages quote, measured in one run on one machine and at one commit.
 
-    python -m benchmarks.campaign               # make campaign: under four hours on two cores
+    python -m benchmarks.campaign               # make campaign: about five hours on two cores
     python -m benchmarks.campaign --canary      # make canary: seven ratios, within 25 minutes
     python -m benchmarks.campaign --only start,stage
     python -m benchmarks.campaign --keep        # also takes what was measured into benchmarks/results
@@ -11,7 +11,8 @@ is there already is not measured again, so that the same command goes on where i
 ``served`` and with drafts at the next engines. A file has its figures as numbers, with ranges where
 there were repetitions, the wall time of the last run, the machine, its versions, the commit and the
 command. Exit status 1: a command failed, or a ratio of the canary is another than the kept one. A
-difference that ``--compare`` names is no failure: somebody has to read it.
+difference that ``--compare`` names is no failure: somebody has to read it. Which benchmarks there are
+stands in :mod:`benchmarks.catalogue`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import results
+from benchmarks.catalogue import ASKED, CAMPAIGN_OF, CANARY_OF, RATIOS, Benchmark, Ratio
 from benchmarks.harness import BUILD, MODELS, ROUNDS, cell, number, numbers
 from sipipe.tools.provenance import machine
 
@@ -40,150 +42,6 @@ NO_COMMIT = "no-commit"
 """In the place of the commit where there is none."""
 UNRANGED = 0.3
 """Share by which a figure without a range may differ: two starts of one engine differ by 0.29."""
-
-
-class Benchmark(NamedTuple):
-    """A command of the campaign."""
-
-    name: str
-    words: str
-    """``NAME OPTIONS`` of ``python -m benchmarks.NAME OPTIONS``; MODEL stands for the model, HEAD for its
-    draft head, INT8 for the model in 8 bits."""
-    results: tuple[str, ...]
-    """The files that it writes and that are kept."""
-    minutes: float
-    """About how long it takes on two cores with nothing else on them."""
-    why_not: Callable[[], str] = str
-    """Returns why it cannot be measured on this machine; nothing: it can."""
-
-
-def _no_namespaces() -> str:
-    # Only where it is asked: two hosts are made by a part of the tests.
-    from benchmarks.hosts import why_not_here
-
-    return why_not_here()
-
-
-CAMPAIGN_OF = (
-    Benchmark("served", "served MODEL", ("served",), 75),
-    Benchmark(
-        "drafts-of-a-head",
-        "speculation MODEL --head HEAD --pp 2 --requests 1,8,32 --kinds chat --sampling greedy "
-        "--tokens 64 --repeat 1 --engines 2 --name speculation-head",
-        ("speculation-head",),
-        22,
-    ),
-    Benchmark(
-        "drafts-emulated",
-        "speculation --profile llama-70b-8xh100 --pp 4,8 --requests 32,256 --engines 2 "
-        "--name speculation-emulated",
-        ("speculation-emulated",),
-        8,
-    ),
-    Benchmark("ablation", "emulate --ablate --minutes 70", ("emulation-ablation",), 65),
-    Benchmark("start", "start --pp 1,2 --repeat 2", ("start",), 25),
-    Benchmark(
-        "int8",
-        "served MODEL --int8 INT8 --rows sipipe,sipipe-one --loads short --sampling greedy "
-        "--no-rates --engines 2 --name served-int8",
-        ("served-int8",),
-        12,
-    ),
-    Benchmark("timeline", "timeline MODEL", ("timeline",), 8),
-    Benchmark("sampling", "sampling --only strategies", ("sampling",), 2),
-    Benchmark("sampling-sizes", "sampling --only sizes", ("sampling-sizes",), 1),
-    Benchmark("sampling-cliffs", "sampling --only cliffs", ("sampling-cliffs",), 2),
-    Benchmark("sampling-alone", "sampling_alone", ("sampling-alone",), 2),
-    Benchmark("stage", "stage", ("stage", "stage-executors"), 2),
-    Benchmark("transfer", "transfer", ("transfer",), 1),
-    Benchmark("trace", "trace", ("trace",), 1),
-    Benchmark("prompts", "prefill MODEL --quick", ("prefill-pp2",), 12),
-    Benchmark(
-        "prompts-emulated",
-        "prefill --profile deepseek-v3-32xh200 --pp 8 --chunks 2048,8192 --repeat 2 "
-        "--lengths 16384 --tpot-target 250",
-        ("prefill-emulated-pp8",),
-        5,
-    ),
-    Benchmark(
-        "drafts",
-        "speculation MODEL --pp 2 --requests 1,8 --sampling greedy --repeat 1 --tokens 64 "
-        "--engines 2 --no-stock",
-        ("speculation-pp2",),
-        12,
-    ),
-    Benchmark(
-        "drafts-many",
-        "speculation MODEL --pp 2 --requests 32 --kinds chat --sampling greedy --repeat 1 "
-        "--tokens 48 --no-stock --engines 3 --name speculation-pp2-32",
-        ("speculation-pp2-32",),
-        9,
-    ),
-    Benchmark(
-        "scheduling",
-        "scheduling",
-        ("scheduling-summary", "scheduling-prompts", "scheduling-beside", "scheduling-seeds"),
-        8,
-    ),
-    Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 8),
-    Benchmark("planner", "planner", ("planner-findings", "planner-published"), 1),
-)
-"""What README quotes comes first, so that a campaign that is stopped has it."""
-
-ASKED = (
-    Benchmark("peers", "peers MODEL", ("peers",), 30),
-    Benchmark(
-        "hosts",
-        "hosts --delays 0,20 --inflight 3 --tokens 32",
-        ("hosts",),
-        8,
-        why_not=_no_namespaces,
-    ),
-)
-"""What is measured only if it is named: it installs programs of others, or needs root."""
-
-CANARY_OF = (
-    Benchmark("served", "served MODEL --quick --loads short", ("served",), 7),
-    Benchmark("start", "start --quick --sides 0,1", ("start",), 6),
-    Benchmark("sampling", "sampling --only strategies", ("sampling",), 2),
-    Benchmark(
-        "prompts", "prefill MODEL --lengths 8000 --beside none --repeat 1", ("prefill-pp2",), 5
-    ),
-    Benchmark(
-        "drafts",
-        "speculation MODEL --quick --pp 2 --kinds copy --tokens 64",
-        ("speculation-pp2",),
-        3,
-    ),
-)
-
-
-class Ratio(NamedTuple):
-    """A ratio that the canary watches; figures are written as in a comment of a page."""
-
-    what: str
-    figure: str
-    beside: str = ""
-    """What the figure is divided by; empty: it is a ratio."""
-
-
-_SERVED = "served: of stock with the same stages | load=short; rate=at once; engine=sipipe; "
-RATIOS = (
-    Ratio("64 greedy requests, of stock", f"{_SERVED}sampling=greedy; requests=64"),
-    Ratio("64 sampled requests, of stock", f"{_SERVED}sampling=chat; requests=64"),
-    Ratio("one greedy request, of stock", f"{_SERVED}sampling=greedy; requests=1"),
-    Ratio(
-        "a warm start, of stock",
-        "start: total | stages=2; side=sipipe serve; caches=warm",
-        "start: total | stages=2; side=stock; caches=warm",
-    ),
-    Ratio(
-        "copying with drafts, of without",
-        "speculation-pp2: with / without | kind=copy; sampling=greedy; requests=1",
-    ),
-    Ratio("8,000 tokens of prompt, of stock in chunks", "prefill-pp2: of equal times | load=1 x 8,000; engine=stock, chunks of 2,048"),
-    Ratio("all sampling parameters, in reads", "sampling: reads | strategy=all"),
-)  # fmt: skip
 
 
 def main() -> int:
@@ -205,6 +63,8 @@ def main() -> int:
     add("--keep", action="store_true", help="take the figures into benchmarks/results")
     add("--compare", action="store_true", help="name figures that differ from the kept ones")
     args = parser.parse_args()
+    if args.canary and args.keep:
+        parser.error("--canary measures less than what is kept: leave --keep out")
     benchmarks = chosen(CANARY_OF if args.canary else CAMPAIGN_OF, args.only)
     if args.list:
         for benchmark in benchmarks:
@@ -352,8 +212,8 @@ def _value(ratio: Ratio, folder: Path) -> Any:
 
 
 def differences(folder: Path, kept: Path | None = None) -> Iterator[str]:
-    """A line for each figure of ``folder`` that differs from the kept one by more than its own range,
-    whether it is better or worse, and for each row that only one of both has."""
+    """A line for each figure of ``folder`` that differs from the kept one (:func:`_differ`), whether it is
+    better or worse, and for each row and column that only one of both has."""
     kept = kept or results.RESULTS
     for name in results.names(folder):
         if not (kept / f"{name}.json").exists():
@@ -364,18 +224,20 @@ def differences(folder: Path, kept: Path | None = None) -> Iterator[str]:
         for key in before.keys() ^ after.keys():
             yield f"{name}: {_title(key)}: {'gone' if key in before else 'new'}"
         for key in (key for key in before if key in after):
-            for column, then in before[key].items():
+            for column in before[key].keys() | after[key].keys():
+                then = before[key].get(column)
                 now = after[key].get(column)
-                if _is_figure(then) and _is_figure(now) and _differ(then, now):
-                    yield f"{name}: {_title(key)}: {column}: {cell(now)}, kept {cell(then)}"
+                if _differ(then, now):
+                    kept_one, new_one = (cell(value) or "nothing" for value in (then, now))
+                    yield f"{name}: {_title(key)}: {column}: {new_one}, kept {kept_one}"
 
 
 Key = tuple[tuple[str, Any], ...]
 
 
 def _rows(result: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
-    """The rows by what they are of: texts and whole numbers, such as those of requests or tokens, up to
-    the first column that holds a figure."""
+    """The figures of each row by what they are of: texts and whole numbers, such as those of requests or
+    tokens, up to the first column that holds a figure. Each column behind is one."""
     rows: dict[Key, Mapping[str, Any]] = {}
     for row in result["rows"]:
         key = []
@@ -384,7 +246,8 @@ def _rows(result: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
                 break
             key.append((column, value))
         alike = sum(other[: len(key)] == tuple(key) for other in rows)
-        rows[(*key, ("row", alike)) if alike else tuple(key)] = row
+        figures = {column: value for column, value in row.items() if (column, value) not in key}
+        rows[(*key, ("row", alike)) if alike else tuple(key)] = figures
     return rows
 
 
@@ -392,19 +255,32 @@ def _title(key: Key) -> str:
     return ", ".join(f"{value}" for _, value in key if value not in (None, ""))
 
 
-def _is_figure(value: Any) -> bool:
-    """Say if ``value`` is a figure, alone or with its range; a picture's data is none."""
-    return isinstance(value, float) or (isinstance(value, Mapping) and "median" in value)
-
-
 def _differ(then: Any, now: Any) -> bool:
-    """Whether neither of two figures lies in the other's range; without ranges, whether they are far
-    apart."""
+    """Whether neither of two figures lies in the other's range; where neither has one, whether they are
+    further apart than :data:`UNRANGED`. Words differ where they are others, and a picture's data never."""
+    if isinstance(then, list) and isinstance(now, list):
+        return len(then) != len(now) or any(map(_differ, then, now))
+    if not (_is_number(then) and _is_number(now)):
+        return cell(then) != cell(now) and not (_is_drawn(then) and _is_drawn(now))
     pairs = [(then, number(now)), (now, number(then))]
-    ranged = [(figure, other) for figure, other in pairs if isinstance(figure, Mapping)]
+    ranged = [(figure, other) for figure, other in pairs if _has_range(figure)]
     if not ranged:
         return abs(number(now) - number(then)) > UNRANGED * abs(number(then))
     return not any(figure["low"] <= other <= figure["high"] for figure, other in ranged)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Mapping) and "median" in value)
+
+
+def _is_drawn(value: Any) -> bool:
+    """Say if ``value`` is a picture's data."""
+    return isinstance(value, Mapping) and "median" not in value
+
+
+def _has_range(figure: Any) -> bool:
+    """Say if ``figure`` tells how far it may vary: one repetition, or equal ones, do not."""
+    return isinstance(figure, Mapping) and bool(figure["low"] < figure["high"])
 
 
 def keep(folder: Path) -> None:

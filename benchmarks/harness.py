@@ -34,6 +34,10 @@ ROUNDS = "SIPIPE_CAMPAIGN_ROUNDS"
 """Variable of the environment: directory in which a campaign's benchmarks keep their rounds."""
 
 
+VOID = "VOID"
+"""Last cell of a row where the machine was too busy to emulate devices."""
+
+
 def served_dtype() -> str:
     """The dtype in which a model of bfloat16 is measured: float32 where the CPU has no instructions for
     bfloat16, which would take several times as long and hide everything else."""
@@ -170,12 +174,16 @@ def number(value: Any) -> float:
 
 
 _TEXT = re.compile(r"(-?[\d,]*\.?\d+)(?: \((-?[\d,.]+)-(-?[\d,.]+)\))?")
+_SEVERAL = re.compile(r"-?[\d,]*\.?\d+(?: / -?[\d,]*\.?\d+)+")
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` with numbers where it has texts such as ``1,234`` and ``230 (224-236)``."""
+    """``row`` with numbers where it has texts such as ``1,234``, ``230 (224-236)`` and ``1.5 / 2.5``."""
     found = dict(row)
     for column, value in row.items():
+        if isinstance(value, str) and _SEVERAL.fullmatch(value):
+            found[column] = [_number(part) for part in value.split(" / ")]
+            continue
         match = _TEXT.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
             median, low, high = (part and _number(part) for part in match.groups())
@@ -190,7 +198,10 @@ def _number(text: str) -> float | int:
 
 def cell(value: Any) -> str:
     """A figure as tables show it: four digits, thousands set apart, a range behind its median. A range
-    that these digits do not show, such as that of one repetition, is left out."""
+    that these digits do not show, such as that of one repetition, is left out. Several figures, such as
+    those of each stage, stand between slashes."""
+    if isinstance(value, list):
+        return " / ".join(map(cell, value))
     if isinstance(value, Mapping):
         median, low, high = (
             f"{part:,}" if type(part) is int else cell(part)

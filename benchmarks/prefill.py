@@ -77,6 +77,7 @@ def main() -> None:
     add("--tpot-target", type=float, default=0.0, help="beside decodes also with tpot_target_ms")
     add("--quick-motion", type=float, default=4.0, help="of prompts alone (default: 4)")
     add("--repeat", type=int, default=3, help=f"of shorter prompts than {LONG} (default: 3)")
+    add("--sides", default="0,1,2,3", metavar="LIST", help="of a model's rows, by number (all)")
     add("--quick", action="store_true", help="two lengths; emulated: the first profile, two chunks")
     args = parser.parse_args()
     if args.beside is None:
@@ -115,6 +116,7 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
         },
         "stock, one stage": {"argv": base, "settings": None},
     }
+    jobs = {side: jobs[side] for side in [list(jobs)[int(n)] for n in args.sides.split(",")]}
     more = {"loads": loads, "repeat": args.repeat, "long": LONG["served"]}
     found = measured_in_turn({side: job | more for side, job in jobs.items()}, MODULE)
     rows = []

@@ -28,11 +28,13 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from benchmarks import timeline
+from benchmarks.catalogue import ASKED
 from benchmarks.harness import BUILD, cell, number, numbers
 
 ROOT = Path(__file__).parents[1]
@@ -45,12 +47,15 @@ PAGES = (
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 )
 GOALS = Path(__file__).with_name("goals.toml")
+ELSEWHERE = "elsewhere"
+"""Key of a kept result that is of another machine than the campaign's, written by hand."""
 
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _SOURCE = re.compile(r"(<!-- source ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
 _GOALS = re.compile(r"(<!-- goals -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _INDEX = re.compile(r"(<!-- index (campaign|elsewhere) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_OF_GOAL = re.compile(r'"([\w.-]+): ')
 _MEASURED = re.compile(r"(<!-- measured -->).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -63,7 +68,7 @@ def written(text: str) -> str:
     text = _SOURCE.sub(lambda match: f"{match[1]}{_source(match[2])}\n", text)
     text = _GOALS.sub(lambda match: match[1] + _goals(), text)
     text = _INDEX.sub(lambda match: match[1] + _index(elsewhere=match[2] == "elsewhere"), text)
-    text = _MEASURED.sub(lambda match: match[1] + measured_by(), text)
+    text = _MEASURED.sub(lambda match: match[1] + measured_by(_shown_by(text)), text)
     text = _TABLE.sub(_table, text)
     return _FIGURE.sub(lambda match: match[1] + shown(figure(match[2], match[3])), text)
 
@@ -114,16 +119,26 @@ def shown(value: Any) -> str:
     return f"{value:,}" if type(value) is int else cell(value).replace("|", "\\|")
 
 
-def measured_by() -> str:
-    """A sentence that says when, with what, where and by which command the figures were measured."""
-    results = [kept(name) for name in names()]
-    of_campaign = [result for result in results if not is_from_elsewhere(result)]
+def _shown_by(text: str) -> set[str]:
+    """Names of the kept results that a page shows; all of them where it has the list of files."""
+    if _INDEX.search(text):
+        return set(names())
+    patterns = {match[2] for kind in (_TABLE, _SOURCE, _FIGURE) for match in kind.finditer(text)}
+    if _GOALS.search(text):
+        patterns |= set(_OF_GOAL.findall(GOALS.read_text("utf-8")))
+    return {name for name in names() if any(fnmatch(name, pattern) for pattern in patterns)}
+
+
+def measured_by(shown_names: Collection[str]) -> str:
+    """A sentence that says when, with what, where and by which command the figures of a page were
+    measured, which shows these results."""
+    of_campaign = [kept(name) for name in sorted(shown_names) if not is_from_elsewhere(name)]
     dates = sorted(result["machine"]["date"] for result in of_campaign)
     if not dates:
         return "Nothing is measured yet."
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     machines = {_hardware(result) for result in of_campaign}
-    commits = _commits()
+    commits = {result["machine"]["commit"] for result in of_campaign}
     if len(commits) == 1:
         version = of_campaign[0]["machine"].get("sipipe", "")
         vllm = _vllm(of_campaign[0])
@@ -133,14 +148,17 @@ def measured_by() -> str:
             f"on {where} by `make campaign`."
         )
     return (
-        f"Measured on {when} at {len(commits)} commits on {' and '.join(sorted(machines))}, by the "
-        "commands that `make campaign` runs together for a release."
+        f"Measured on {when} at {len(commits)} commits (each table names its own) on "
+        f"{' and '.join(sorted(machines))}, by the commands that `make campaign` runs together for a release."
     )
 
 
-def is_from_elsewhere(result: Mapping[str, Any]) -> bool:
-    """Whether a result is of a machine that the campaign does not have: one with a GPU, or named so."""
-    return bool(result["machine"].get("gpus") or result.get("elsewhere"))
+def is_from_elsewhere(name: str) -> bool:
+    """Whether the campaign does not measure the kept result ``name``: its machine is another one, such as
+    one with a GPU, or its benchmark is measured only where it is asked for."""
+    result = kept(name)
+    asked = {file for benchmark in ASKED for file in benchmark.results}
+    return bool(result["machine"].get("gpus") or result.get(ELSEWHERE) or name in asked)
 
 
 def _hardware(result: Mapping[str, Any]) -> str:
@@ -157,9 +175,11 @@ def _index(*, elsewhere: bool) -> str:
     lines = ["| result | what it is | command | date | commit |", "| --- | --- | --- | --- | --- |"]
     for name in names():
         result = kept(name)
-        if is_from_elsewhere(result) == elsewhere:
+        if is_from_elsewhere(name) == elsewhere:
             machine = result["machine"]
-            title = f"{result['title']}. {_hardware(result)}" if elsewhere else result["title"]
+            versions = [f"{of} {machine[of]}" for of in ("torch", "numba") if machine.get(of)]
+            where = [_hardware(result), *([f"vLLM {_vllm(result)}"] if _vllm(result) else versions)]
+            title = ". ".join([result["title"], *where]) if elsewhere else result["title"]
             cells = [f"[{name}]({name}.json)", title, f"`{result['command']}`"]
             cells += [machine["date"], machine["commit"]]
             lines.append("| " + " | ".join(part.replace("|", "\\|") for part in cells) + " |")
@@ -184,7 +204,7 @@ def _source(name: str) -> str:
     result = kept(name)
     machine = result["machine"]
     parts = [f"{result['title']}{'; ' if result['note'] else ''}{result['note']}.".rstrip(".")]
-    if is_from_elsewhere(result) or len(_commits()) > 1:  # otherwise the page says it once
+    if is_from_elsewhere(name) or len(_commits()) > 1:  # otherwise the page says it once
         parts += [_hardware(result)]
         parts += [f"vLLM {_vllm(result)}"] if _vllm(result) else []
         parts += [machine["date"], f"commit {machine['commit']}"]
@@ -194,11 +214,7 @@ def _source(name: str) -> str:
 
 def _commits() -> set[str]:
     """Commits at which the campaign's figures were measured: one, once it has run whole."""
-    return {
-        result["machine"]["commit"]
-        for result in map(kept, names())
-        if not is_from_elsewhere(result)
-    }
+    return {kept(name)["machine"]["commit"] for name in names() if not is_from_elsewhere(name)}
 
 
 def _goals() -> str:
@@ -271,6 +287,8 @@ def keep(path: Path) -> None:
         sys.exit(f"results: {path} is not kept: {why}")
     result["rows"] = [numbers(row) for row in result["rows"]]
     RESULTS.mkdir(exist_ok=True)
+    if path.stem in names() and kept(path.stem).get(ELSEWHERE):
+        result[ELSEWHERE] = True
     (RESULTS / path.name).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -198,12 +198,20 @@ def _prompt_alone(name: str, depth: int, length: int) -> dict[str, Any]:
 
 
 def beside_decodes(
-    costs: StageCosts, stages: int, settings: MicrobatchSettings | None = None
+    costs: StageCosts,
+    stages: int,
+    settings: MicrobatchSettings | None = None,
+    *,
+    earlier: float = 3.0,
 ) -> dict[str, Any]:
     """A prompt of 8,000 tokens beside 16 sequences that decode: milliseconds between two tokens of
-    these while the prompt is computed, and before, and its seconds to the first token."""
+    these while the prompt is computed, and before, and its seconds to the first token.
+
+    Args:
+        earlier: Seconds before the prompt at which the sequences come.
+    """
     learnt = [Arrival(0.0, 1000, 2), Arrival(10.0, 2000, 2)]  # from these prices are known
-    decoding = [Arrival(LATE - 3 + 0.01 * number, 16, 800) for number in range(16)]
+    decoding = [Arrival(LATE - earlier + 0.01 * number, 16, 800) for number in range(16)]
     slots = stages + 1
     outcome = simulate(
         [*learnt, *decoding, Arrival(LATE, 8000, 2)],
@@ -214,7 +222,7 @@ def beside_decodes(
         engine=EngineModel(max_tokens=BUDGET, max_running=256, kv_tokens=131_072),
     )
     streams = outcome.times[len(learnt) : -1]
-    alone = _gaps(streams, LATE - 1, LATE)
+    alone = _gaps(streams, LATE - min(1, earlier), LATE)
     beside = _gaps(streams, LATE, outcome.times[-1][0])
     return {
         "stages": stages,

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import once, report, served_dtype, spread
+from benchmarks.harness import VOID, once, report, served_dtype, spread
 from benchmarks.in_turn import measured_in_turn
 from benchmarks.turns import turn
 from sipipe.tools.child import answer
@@ -149,7 +149,8 @@ def asked(kind: str, number: int) -> str:
 KINDS = ("copy", "edit", "json", "chat")
 
 
-def main() -> None:
+def main() -> int:
+    """0: no row is void."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("model", nargs="?", default="build/models/smollm2")
@@ -175,11 +176,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.requests, args.sampling, args.repeat, args.no_stock = "1", "greedy", 1, True
-    (emulated if args.profile else served)(args)
+    return (emulated if args.profile else served)(args)
 
 
-def served(args: argparse.Namespace) -> None:
-    """A model, on this machine."""
+def served(args: argparse.Namespace) -> int:
+    """A model, on this machine. 0: all is measured."""
     loads = [
         {"kind": kind, "sampling": way, "requests": int(requests)}
         for kind in args.kinds.split(",")
@@ -228,6 +229,7 @@ def served(args: argparse.Namespace) -> None:
         "drafts (bfloat16: ties may fall otherwise)",
         columns=[name for name in rows[0] if not name.startswith(("ms a token", "p99"))],
     )
+    return 0
 
 
 def ordered(jobs: Mapping[str, Any], engine: int) -> Sequence[tuple[str, Any]]:
@@ -262,8 +264,9 @@ def row_of(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return row
 
 
-def emulated(args: argparse.Namespace) -> None:
-    """A head on devices that only take time, whose drafts are right as often as is wanted."""
+def emulated(args: argparse.Namespace) -> int:
+    """A head on devices that only take time, whose drafts are right as often as is wanted. 0: no row is
+    void."""
     from benchmarks import emulate
 
     rows = []
@@ -297,6 +300,7 @@ def emulated(args: argparse.Namespace) -> None:
         "much, and SiPipe's processes what they take; data-sheet times (docs/emulation.md); VOID: the "
         "machine was too busy to emulate",
     )
+    return 1 if any(row[""] == VOID for row in rows) else 0
 
 
 def emulated_row(
@@ -321,7 +325,7 @@ def emulated_row(
         ),
         "busiest stage with, %": round(100 * max(max(e["busy_share"]) for e in runs["with"])),
         "without, %": round(100 * max(max(e["busy_share"]) for e in runs["without"])),
-        "": "VOID" if void else "valid",
+        "": VOID if void else "valid",
     }
 
 
@@ -436,4 +440,4 @@ def _drafts(llm: Any) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    answer(_answered) if all(map(str.isdigit, sys.argv[1:])) else main()
+    answer(_answered) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(main())

@@ -44,6 +44,8 @@ INKS = {"light": "#1f2328", "dark": "#e6edf3"}
 """Text and lines by colour scheme of the page; the background is the page's."""
 WIDTH, LEFT, RIGHT = 840, 104, 824
 """Of the picture; from LEFT to RIGHT is the window."""
+LEAST = 2.0
+"""Width of a bar at least, however short the work was: thinner ones are not seen."""
 ENGINES = ("stock vLLM", "SiPipe")
 
 Lane = dict[str, list[tuple[int, int]]]
@@ -172,10 +174,12 @@ def draw(rows: list[dict[str, Any]], scheme: str) -> str:
 def _lane(name: str, lane: Lane, y: int, height: int) -> Iterator[str]:
     """A track with its name on the left, and on it a bar for each interval."""
     low = y + height / 2 + 4.5
+    right = RIGHT - LEAST
     yield f'<text x="{LEFT - 10}" y="{low}" text-anchor="end">{name}</text>'
     yield f'<rect x="{LEFT}" y="{y}" width="{RIGHT - LEFT}" height="{height}" {TRACK}/>'
     for what, times in lane.items():
-        shape = "".join(f"M{_x(a)} {y}H{_x(b)}V{y + height}H{_x(a)}Z" for a, b in times)
+        edges = [(min(_x(a), right), max(_x(b), min(_x(a), right) + LEAST)) for a, b in times]
+        shape = "".join(f"M{a} {y}H{b:g}V{y + height}H{a}Z" for a, b in edges)
         yield f'<path d="{shape}" {COLOURS[what]}/>'
         for a, b in times:
             text = f"{what} {(b - a) / 1000:.0f} ms"

@@ -1,7 +1,7 @@
 # SiPipe with vLLM's CPU build. From the repository's root:
 #   docker build -f deploy/cpu.Dockerfile -t sipipe:cpu .
 #   docker run --rm -p 127.0.0.1:8000:8000 -v models:/models sipipe:cpu MODEL --pp 2
-FROM python:3.12-slim-bookworm
+FROM python:3.11-slim-bookworm
 
 # torch.compile calls the C++ compiler when a model is loaded; vLLM binds memory with libnuma.
 # hadolint ignore=DL3008

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from benchmarks import results
-from benchmarks.harness import numbers, spread
+from benchmarks.harness import cell, numbers, spread
 from benchmarks.results import PAGES, ROOT, names, pictures, unfounded, written
 
 LONGEST = 60_000
@@ -66,7 +66,15 @@ def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_pa
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(results, "PAGES", ())
     file = tmp_path / "a.json"
-    rows = [{"tok/s": "1,230 (224-1,236)", "ratio": "1.60", "stages": "1, 2", "of": "16 of 16"}]
+    rows = [
+        {
+            "tok/s": "1,230 (224-1,236)",
+            "ratio": "1.60",
+            "stages": "1, 2",
+            "of": "16 of 16",
+            "ends": "1.5 / 2,500",
+        }
+    ]
     result = {"command": command, "machine": {"commit": commit}, "rows": rows}
     file.write_text(json.dumps(result))
     monkeypatch.setattr("sys.argv", ["results", "--keep", str(file)])
@@ -79,6 +87,7 @@ def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_pa
     (row,) = json.loads((tmp_path / "results/a.json").read_text())["rows"]
     assert row["tok/s"] == {"median": 1230, "low": 224, "high": 1236}
     assert (row["ratio"], row["stages"], row["of"]) == (1.6, "1, 2", "16 of 16")
+    assert (row["ends"], cell(row["ends"])) == ([1.5, 2500], "1.5 / 2500")
 
 
 @pytest.mark.parametrize("name", [results.INDEX, "docs/benchmarks.md"])
@@ -170,3 +179,16 @@ def test_a_page_says_once_what_its_figures_were_measured_on(folder):
     assert "a.json" in ours
     assert "b.json" not in ours
     assert "b.json" in theirs
+    (folder / "b.json").unlink()
+    (folder / "hosts.json").write_text(json.dumps(other))
+    asked = written("<!-- index elsewhere -->\n<!-- end -->")
+    assert "hosts.json" in asked, "what the campaign measures only where it is asked for"
+
+
+def test_a_figure_of_another_machine_stays_one_when_it_is_kept_anew(folder):
+    result = json.loads((folder / "a.json").read_text())
+    (folder / "a.json").write_text(json.dumps(result | {results.ELSEWHERE: True}))
+    (folder / "new").mkdir()
+    (folder / "new/a.json").write_text(json.dumps(result))
+    results.keep(folder / "new/a.json")
+    assert results.is_from_elsewhere("a")

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.emulate import BUSY, emulated
 from benchmarks.emulation.profile import Profile
-from benchmarks.harness import report
+from benchmarks.harness import VOID, report
 from sipipe.errors import SiPipeError
 
 SPARSE, DENSE = "deepseek-v2.5-8xh100", "llama-70b-8xh100"
@@ -43,7 +43,8 @@ ALL_IN_FLIGHT = '{"sipipe": {"microbatches": {"min_sequences": 1}}}'
 """Not only as many microbatches as pay."""
 
 
-def main() -> None:
+def main() -> int:
+    """0: no row is void."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the first two, and 40 tokens")
     parser.add_argument("--tokens", type=int, default=60, help="new ones (default: 60)")
@@ -59,6 +60,7 @@ def main() -> None:
     for name, on_device in (("emulation", False), ("emulation-device", True)):
         if shown := [row for row in rows if ("--draws device" in row["pipeline"]) == on_device]:
             _report(name, shown)
+    return 1 if any(row[""] == VOID for row in rows) else 0
 
 
 def _report(name: str, rows: list[dict[str, Any]]) -> None:
@@ -88,15 +90,17 @@ def measured(pipeline: str, requests: str, tokens: int) -> list[dict[str, Any]]:
                 "requests": count,
                 "sequences an iteration": float(round(load["batch"])),
                 "iterations/s": load["iterations_per_s"],
-                "turnaround p50 / p99 ms": "{p50:.1f} / {p99:.1f}".format(**load["turnaround_ms"]),
-                "stages busy, %": ", ".join(f"{100 * share:.0f}" for share in load["busy_share"]),
-                "idle by SiPipe, %": ", ".join(f"{100 * share:.1f}" for share in idle),
+                "turnaround p50 / p99 ms": [
+                    round(load["turnaround_ms"][part], 1) for part in ("p50", "p99")
+                ],
+                "stages busy, %": [round(100 * share) for share in load["busy_share"]],
+                "idle by SiPipe, %": [round(100 * share, 1) for share in idle],
                 "worst stage, %": round(100 * max(idle), 1),
                 "CPU ms an iteration": cpu_by_role(load["cpu_ms"]),
                 "this machine's cores busy, %": round(100 * load["busy"]),
                 "iterations a core-second": load["iterations_per_s"]
                 / (load["busy"] * result["machine"]["cores"]),
-                "": "VOID" if load["busy"] > BUSY else "valid",
+                "": VOID if load["busy"] > BUSY else "valid",
             }
         )
     return rows
@@ -136,6 +140,6 @@ def cpu_by_role(by_process: dict[str, float]) -> str:
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except SiPipeError as error:
         sys.exit(str(error))

@@ -25,14 +25,16 @@ import argparse
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation import extension
 from benchmarks.emulate import emulated
 from benchmarks.emulation.profile import StockCosts
-from benchmarks.harness import BUILD, number, report, spread
+from benchmarks.harness import BUILD, ROUNDS, number, report, spread
 from sipipe.tools.provenance import machine
 
 STOCK = StockCosts(last_stage=0.22, preparation=0.12, stall=1.4e-3)
@@ -70,17 +72,19 @@ LOAD = "--requests 512 --prompt-tokens 32 --tokens 40 --sampling temperature"
 
 
 def ablate(argv: Sequence[str]) -> int:
-    """0: there is a table."""
+    """0: the table has every pipeline."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.emulate --ablate")
     parser.add_argument("text", nargs="*", default=[], help="of the pipeline's and engine's names")
     parser.add_argument("--minutes", type=float, default=9, help="begin no engine after (9)")
     parser.add_argument("--engines", type=int, default=2, help="of each cell (default: 2)")
     args = parser.parse_args(argv)
-    folder = BUILD / "emulation-ablation"
+    # A campaign's own place is of its machine and its versions, too.
+    folder = Path(os.environ.get(ROUNDS, BUILD)) / "emulation-ablation"
     folder.mkdir(parents=True, exist_ok=True)
     commit = machine()["commit"] or "+"
     end = time.monotonic() + 60 * args.minutes
     left = 0
+    void = 0
     found: dict[tuple[str, int, int], dict[str, list[dict[str, Any]]]] = {}
     rounds = range(args.engines)
     for turn, pipeline, engine in itertools.product(rounds, PIPELINES, ENGINES):
@@ -98,6 +102,7 @@ def ablate(argv: Sequence[str]) -> int:
             print(f"{name}: {known['tokens_per_s']:,.0f} tokens/s, {known['waited']:.2f} waited")
             if known["waited"] > WAITED:
                 print(f"VOID: {WAITED} threads or more waited for a core: devices are late")
+                void += 1
                 continue
             path.write_text(json.dumps(known))
         found.setdefault(pipeline, {}).setdefault(engine, []).append(known)
@@ -126,7 +131,7 @@ def ablate(argv: Sequence[str]) -> int:
         file="emulation-ablation",
         columns=[name for name in rows[0] if name != "stages"],
     )
-    return 0
+    return 1 if left or void else 0
 
 
 def of(engine: str, p: int) -> tuple[list[str], dict[str, Any]]:

@@ -95,12 +95,14 @@ def test_version(capsys):
             ["generate", "m", "--sampling-seed", "x"],
             "--sampling-seed: must be a whole number of 64",
         ),
+        (["generate", "m"], "no prompt: give one as an argument, with --file, or on stdin"),
         (["generate", "m", "--file", "/no/such"], "cannot read --file /no/such: No such file"),
         (["generate", "m", "--file", "/dev/null"], "/dev/null holds no prompt"),
         (["generate", "m", "--file", ""], "cannot read --file : Is a directory"),
     ],
 )
-def test_a_mistake_gets_one_line(capsys, arguments, line):
+def test_a_mistake_gets_one_line(capsys, monkeypatch, arguments, line):
+    monkeypatch.setattr("sys.stdin", None)  # nobody can be asked for a prompt
     assert main(arguments) == 2
     out, error = capsys.readouterr()
     assert out == ""

@@ -74,11 +74,14 @@ def run(llm, batch):
         outputs = llm.embed([prompt(p) for p in batch["embed"]], use_tqdm=False)
         return [output.outputs.embedding for output in outputs]
     if "metrics" in batch:
-        return {
+        metrics = [metric for metric in llm.get_metrics() if batch["metrics"] in metric.name]
+        values = {
             metric.name: metric.value
-            for metric in llm.get_metrics()
-            if batch["metrics"] in metric.name and hasattr(metric, "value")
+            if hasattr(metric, "value")
+            else getattr(metric, "values", None)
+            for metric in metrics
         }
+        return {name: value for name, value in values.items() if value is not None}
     if "aborts" in batch:
         return run_and_abort(llm.llm_engine, batch)
     adapters = None

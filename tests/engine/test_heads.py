@@ -39,6 +39,10 @@ twins of its kernels."""
 UNTWINNED = {"logit_bias", "bad_words", "min_tokens"}
 """Parameters whose kernels have no twin."""
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+RIGHT = "vllm:spec_decode_num_accepted_tokens_per_pos"
+"""Drafts that were right, by their position."""
+VERIFIED = "vllm:spec_decode_num_drafts"
+"""Times that a request had drafts, which is how many there were of the first position."""
 OFFERED = "vllm:spec_decode_num_draft_tokens"
 CACHED = "cached"
 """Tokens of a prompt that the prefix cache had. With a head they are a block fewer: vLLM computes the
@@ -60,9 +64,11 @@ def head(models, kind):
 
 
 def is_as_often_right(counted, by_stock):
-    """Say if drafts were right as often as stock's, but for what so few of them vary by."""
-    likely = counted[OFFERED] * by_stock[ACCEPTED] / by_stock[OFFERED]
-    return counted[ACCEPTED] >= 0.9 * likely - 2 * math.sqrt(likely)
+    """Say if first drafts were right as often as stock's, but for what so few of them vary by. Of later
+    ones stock makes more, and they are right less often."""
+    first, by_stock_first = (each[RIGHT][0] for each in (counted, by_stock))
+    likely = counted[VERIFIED] * by_stock_first / by_stock[VERIFIED]
+    return first >= 0.9 * likely - 2 * math.sqrt(likely)
 
 
 def long_greedy():
@@ -309,21 +315,42 @@ def test_nor_with_thinking_budgets(models, kind):
     with_and_without(path, [batch] * 2, drafts, **SAMPLERS, pipeline_parallel_size=2, **engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "pp"), [("eagle", 2), ("eagle3", 2), ("mtp", 1)])
-def test_nor_where_stage_and_head_are_compiled(models, tmp_path, kind, pp):
-    """As they are by default; the second engine loads what the first compiled."""
-    path, drafts = head(models, kind)
+def compiled(directory, **settings):
+    """Settings of an engine whose models are compiled, as they are by default, and kept in ``directory``."""
     # Workers import vLLM themselves, as those of a user's engine do.
-    environment = {"VLLM_CACHE_ROOT": str(tmp_path), "SIPIPE_TESTS_START_ANEW": "1"}
-    settings = {**SAMPLERS, "pipeline_parallel_size": pp, "enforce_eager": False}
-    settings |= {"speculative_config": drafts, "disable_log_stats": False, "env": environment}
+    environment = {"VLLM_CACHE_ROOT": str(directory), "SIPIPE_TESTS_START_ANEW": "1"}
+    return {**SAMPLERS, "enforce_eager": False, "env": environment, **settings}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp"), [("eagle", 2, 1), ("eagle3", 2, 1), ("mtp", 1, 1), ("eagle", 2, 2)]
+)
+def test_nor_where_stage_and_head_are_compiled(models, tmp_path, kind, pp, tp):
+    """The second engine loads what the first compiled, each rank its own: drafts are as often right."""
+    path, drafts = head(models, kind)
+    places = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
+    settings = compiled(tmp_path, speculative_config=drafts, **places)
     expected = tokens(run_engine(path, long_greedy())[0])
+    counts = []
     for _ in range(2):
-        with Engine(path, **settings) as engine:
-            found, counted = engine.run([*long_greedy(), {"metrics": ACCEPTED}])
-        assert tokens(found) == expected
+        found, counted = run(path, long_greedy(), **settings)
+        assert tokens(found[0]) == expected
         assert counted[ACCEPTED] > 0
+        counts.append(counted)
+    first, second = counts
+    assert is_as_often_right(second, first), counts
+
+
+@pytest.mark.slow
+def test_an_engine_loads_no_model_that_was_compiled_for_another_head(models, tmp_path):
+    """One that an EAGLE-3 head reads gives hidden states of several layers, and others do not."""
+    path, tapping = head(models, "eagle3")
+    _, other = head(models, "eagle")
+    expected = tokens(run_engine(path, long_greedy())[0])
+    for drafts in (other, tapping, None):
+        settings = compiled(tmp_path, speculative_config=drafts, pipeline_parallel_size=2)
+        assert tokens(run_engine(path, long_greedy(), **settings)[0]) == expected
 
 
 SERVED = {

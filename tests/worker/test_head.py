@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.models.utils import PPMissingLayer
 
+from sipipe.errors import UnsupportedError
 from sipipe.worker.hooks import head as module
 from sipipe.worker.hooks.head import Head, HeadBatch
 
@@ -85,3 +89,28 @@ def test_a_head_that_only_reads_multiplies_by_no_projection(monkeypatch, steps):
     assert drafts.shape == (2, steps)
     assert speculator.drawn == bool(steps)
     assert speculator.sample_draft(torch.zeros(1, 8)).tolist() == [7], "it is its own again"
+
+
+@pytest.mark.parametrize(
+    ("loader", "refused"),
+    [(DummyModelLoader(LoadConfig(load_format="dummy")), False), (SimpleNamespace(), True)],
+)
+def test_an_embedding_that_a_format_cannot_give_is_refused_by_name(monkeypatch, loader, refused):
+    """The last stage has none of its own to share; with made-up weights any will do."""
+    monkeypatch.setattr(module, "get_model_loader", lambda _: loader)
+    runner = SimpleNamespace(
+        model=None,
+        vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format="sharded_state")),
+    )
+    draft = SimpleNamespace(has_own_embed_tokens=False)
+    draft_inner = SimpleNamespace(embed_tokens=object())
+    target_inner = SimpleNamespace(embed_tokens=PPMissingLayer())
+
+    def lend():
+        module.lend_embedding(runner, pytest.fail, draft, draft_inner, target_inner)
+
+    if refused:
+        with pytest.raises(UnsupportedError, match="--load-format sharded_state: SimpleNamespace"):
+            lend()
+    else:
+        lend()

@@ -102,5 +102,5 @@ def test_launching_is_compiled_for_one_stage_whose_layers_have_names(
     monkeypatch, stages, objects, natively
 ):
     monkeypatch.setattr(native_launch.torch_utils, "_USE_LAYERNAME", objects)
-    assert native_launch.may_launch_natively(stages) is natively
+    assert native_launch.may_launch_natively(stages, compiles=True) is natively
     assert layer_names.variables(stages) == ({layer_names.VARIABLE: "0"} if stages == 1 else {})

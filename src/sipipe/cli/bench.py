@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     spread = "medians and ranges" if args.engines * args.repeat > 1 else "one run a row"
     # Every server inherits these libraries, and their figures depend on them.
     preloaded = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
-    preloads = ", ".join(map(os.path.basename, preloaded)) or "none"
+    preloads = f"; LD_PRELOAD: {', '.join(map(os.path.basename, preloaded))}" if preloaded else ""
     result = {
         "benchmark": "bench",
         "model": next(iter(jobs.values()))["model"],
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         "title": f"Served by {args.engines} engine(s) a row, {' '.join(load['load'])}",
         "command": shlex.join(["sipipe", "bench", *argv]),
         "machine": machine(),
-        "note": f"{spread}; ms; LD_PRELOAD: {preloads}{CHECKED if args.draws else ''}",
+        "note": f"{spread}; TTFT and TPOT in ms{preloads}{CHECKED if args.draws else ''}",
         "rows": rows,
         "engines": {
             name: {"job": _portable(jobs[name]), "starts": by_row[name]} for name in by_row

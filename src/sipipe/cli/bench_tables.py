@@ -66,7 +66,7 @@ def table(
             row["KV tokens"] = starts[0]["kv_tokens"]
             row["memory MiB"] = sum(starts[0]["memory_mib"].values()) or None
             bound = jobs[name]["env"].get("VLLM_CPU_OMP_THREADS_BIND")
-            row["cores"] = bound or "; ".join(starts[0]["plan"]).removeprefix("core plan: ")
+            row["cores"] = _bound(bound) or "; ".join(starts[0]["plan"]).removeprefix("core plan: ")
             if first:
                 same = [a == b for a, b in zip(answers_of[name] or [], first, strict=False)]
                 # A server that tells texts instead of tokens is compared with none that tells them.
@@ -76,6 +76,14 @@ def table(
                 row["draws p"] = f"{draws['p']:.3f}" if draws else None
             rows.append(row)
     return rows
+
+
+def _bound(variable: str | None) -> str:
+    """The CPUs of each worker, by vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` such as ``0|1``; nothing without."""
+    if variable is None or not variable[:1].isdigit():  # a word, such as "auto"
+        return variable or ""
+    workers = variable.split("|")
+    return " · ".join(f"worker {number}: CPU {cpus}" for number, cpus in enumerate(workers))
 
 
 def _degrees(job: Mapping[str, Any]) -> list[str] | None:
@@ -123,6 +131,10 @@ def show(result: Mapping[str, Any]) -> None:
     rows = result["rows"]
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     columns.remove("cores")
+    if None in [row["memory MiB"] for row in rows] and "memory MiB" in columns:
+        columns.remove(
+            "memory MiB"
+        )  # that of a server which ran already is not known: nothing to compare
     cells = (["" if row[name] is None else f"{row[name]}" for name in columns] for row in rows)
     shown = console.table(columns, cells, left=("sampling", "engine"), pad_edge=True)
     shown.title = result["title"]

@@ -31,6 +31,7 @@ NUMBERS = {
     "frequency_penalty": at_least(-2, float, 2),
 }
 """Types of options, with vLLM's ranges: its own check would come after seconds of imports."""
+NO_PROMPT = "generate: no prompt: give one as an argument, with --file, or on stdin"
 SAMPLING = (*NUMBERS, "max_tokens", "temperature", "top_k", "seed", "stop", "ignore_eos")
 """Options that are fields of vLLM's ``SamplingParams``, by their names there."""
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
     # A file is read before vLLM is imported. Only vLLM's parser can say which words are prompts.
     lines = None if args.file is None else read_prompts(args.file)
+    if len(words) == 1 and lines is None and _nobody_writes():
+        raise ConfigError(NO_PROMPT)
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -102,9 +105,14 @@ def prompts_of(words: Sequence[str], lines: list[str] | None) -> list[str]:
         return list(words)
     if lines is not None:
         return lines
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("generate: no prompt: give one as an argument, with --file, or on stdin")
+    if _nobody_writes():
+        raise ConfigError(NO_PROMPT)
     return read_prompts("-")
+
+
+def _nobody_writes() -> bool:
+    """Say if stdin is closed, or a terminal, at which nobody expects to be waited for."""
+    return sys.stdin is None or sys.stdin.isatty()
 
 
 def read_prompts(file: str) -> list[str]:

@@ -91,7 +91,9 @@ def _recommendation(plan: Plan, best: Choice) -> str:
         f"{gain.stated:.2f}x, from {gain.low:.2f} to {gain.high:.2f} with what is assumed of either"
     )
     close = gain.low < 1.0 < gain.high
-    return text + (": the model cannot tell which is faster, measure both" if close else "")
+    return text + (
+        ": these computed figures cannot tell which is faster, measure both" if close else ""
+    )
 
 
 def _print_choices(console: Console, plan: Plan) -> None:

@@ -60,6 +60,22 @@ def test_the_choice_is_within_reach_of_the_best(stages, sequences):
     assert controller.period(sequences, found) <= 1.1 * controller.period(sequences, ideal)
 
 
+def test_a_round_of_decodes_is_known_before_any_was_alone():
+    """By batches of which each has a prompt's chunk too."""
+    controller = ConcurrencyController(stages=2, slots=3)
+    rng = random.Random(1)
+    for _ in range(60):
+        batch = rng.randint(1, 16)
+        tokens = rng.randint(16, 512)
+        load = Load(1.0, batch, tokens, 0.0, tokens * tokens / 2)
+        seconds = [fixed + 1e-4 * batch + 2e-5 * tokens for fixed in (4e-3, 8e-3)]
+        assert controller.alone(12) == 0.0 or controller.measured
+        controller.times.add([load, load, *[Load()] * 5], [*seconds, *[0.0] * 5])
+        controller.prices()
+    assert controller.alone(0) == 0.0
+    assert controller.alone(12) == pytest.approx(3 * (8e-3 + 4e-4), rel=0.1)
+
+
 def told(stages, *, slots=3, formed=1, between=(0.0, 0.0)):
     """A controller that knows its stages' lines."""
     controller = ConcurrencyController(stages=len(stages), slots=slots)

@@ -247,9 +247,9 @@ def with_head(*lengths, price=None, period=1.0, drafts=None, **options):
     return scheduler, HeadSpeculation(scheduler, told)
 
 
-def verify(speculation, number, *, offers=3, work=None, drafts=None, **right):
+def verify(speculation, number, *, offers=3, asks=3, work=None, drafts=None, **right):
     """An iteration came back whose requests had drafts, three each, so many of which were right. With
-    ``work`` others than samplers drew; ``drafts`` came with the tokens."""
+    ``work`` others than samplers drew; ``drafts`` came with the tokens, if a head was asked for any."""
     offered = {name: list(range(1, 1 + offers)) for name in right if offers}
     names = [name for name in right for _ in range(1 + offers)]
     by_samplers = Work(step=Step(number), sampled=names)
@@ -257,6 +257,7 @@ def verify(speculation, number, *, offers=3, work=None, drafts=None, **right):
         SimpleNamespace(
             number=number,
             output=SimpleNamespace(scheduled_spec_decode_tokens=offered),
+            scheduled=SimpleNamespace(asks=asks),
             work=work or by_samplers,
             outcome=SimpleNamespace(
                 errors={}, drafts=drafts or {}, drawn={name: 1 + right[name] for name in right}
@@ -361,18 +362,30 @@ def test_what_is_worth_nothing_is_tried_now_and_then_for_half_a_percent(price):
     assert cost / 3000 < 2 * LOSS
 
 
-def test_a_head_whose_passes_fail_is_hardly_asked_any_more():
-    """Each time the slot's next microbatch waits for its answer."""
+@pytest.mark.parametrize("in_the_pass", [False, True])
+def test_a_head_whose_passes_fail_is_hardly_asked_any_more(in_the_pass):
+    """Each time the slot's next microbatch waits for its answer, or is not scheduled ahead."""
     scheduler, speculation = with_head(0, 0, price=0.1)
-    scheduler.head_drafts.fails = True
+    scheduler.head_drafts.fails = not in_the_pass
+    work = Work(step=Step(0), on_device=["0", "1"]) if in_the_pass else None
     asked = []
     for number in range(1000):
         speculation.fit()
         asked.append(speculation.asks > 0)
         if asked[-1]:
-            verify(speculation, number, offers=0, **{"0": 0, "1": 0})
+            asks = speculation.asks
+            verify(speculation, number, offers=0, asks=asks, work=work, **{"0": 0, "1": 0})
     assert all(asked[:10])
     assert sum(asked[500:]) < 50
+
+
+def test_a_pass_that_asks_a_head_for_nothing_does_not_count_as_a_failed_one():
+    _, speculation = with_head(0, 0, price=0.1)
+    work = Work(step=Step(0), on_device=["0", "1"])
+    for number in range(1000):
+        verify(speculation, number, offers=0, asks=0, work=work, **{"0": 0, "1": 0})
+    speculation.fit()
+    assert speculation.asks > 0
 
 
 def test_later_drafts_are_tried_again_too():

@@ -63,6 +63,27 @@ def test_a_file_in_its_place_is_refused_by_name(monkeypatch, tmp_path):
         check_compiled_models(configured())
 
 
+def test_a_compiled_model_is_named_by_the_layers_that_a_head_reads():
+    """vLLM names it by its configuration, in which workers have no drafts."""
+
+    def named(method, layers, eagle=None):
+        config = SimpleNamespace(additional_config={"sipipe": {}})
+        hf_config = SimpleNamespace(eagle_config=eagle or {})
+        speculative = SimpleNamespace(
+            method=method,
+            draft_model_config=SimpleNamespace(hf_config=hf_config),
+            compute_hash=lambda: f"{method} {layers}",
+        )
+        vllm_workers.name_taps(config, speculative)
+        return config.additional_config
+
+    plain = {"sipipe": {}}
+    assert named("eagle", [1]) == plain
+    assert named("eagle3", [1], {"use_aux_hidden_state": False}) == plain
+    assert named("eagle3", [1]) == named("eagle3", [1]) != plain
+    assert named("eagle3", [1]) != named("eagle3", [2])
+
+
 def test_a_compiled_model_that_others_can_have_written_is_not_loaded(monkeypatch, tmp_path):
     """vLLM says what is raised, and compiles anew."""
     loaded = []

@@ -39,6 +39,8 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
     shown = [rows[0][name] for name in ("+ SAT", "SiPipe", "- TSEM")]
     assert [(cell["median"], cell["n"]) for cell in shown] == [(2.0, 2), (32.0, 2), (4.0, 2)]
     assert rows[-1]["SiPipe"] == 32.0
+    waited = 2.9
+    assert ablation.ablate([]) == 1, "a table without a pipeline is no campaign's"
 
 
 def test_figures_of_changed_files_are_measured_again(tmp_path, monkeypatch):

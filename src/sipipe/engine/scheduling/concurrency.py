@@ -147,10 +147,20 @@ class ConcurrencyController:
 
     def alone(self, sequences: int) -> float:
         """Seconds of a period in which all of ``sequences`` decode, in the microbatches that are formed,
-        and no prompt is computed; 0 where that is not known, or nothing decodes."""
-        if not sequences or not self._ready():
+        and no prompt is computed; 0 where that is not known, or nothing decodes.
+
+        As long as hardly a microbatch was of decodes alone, as where requests and a long prompt have come
+        together, it is what prices of all batches say of the slowest stage.
+        """
+        if not sequences:
             return 0.0
-        return self.period(sequences, max(1, min(self.formed, sequences)))
+        microbatches = max(1, min(self.formed, sequences))
+        if self._ready():
+            return self.period(sequences, microbatches)
+        if not self.measured:
+            return 0.0
+        largest = -(-sequences // microbatches)
+        return microbatches * self._prices.of(Load(batches=1.0, rows=largest * self.rows))
 
     def _period(self, rows: float, microbatches: int, unseen: float) -> float:
         """Seconds of a period of so many microbatches of ``rows`` each, with ``unseen`` ones."""

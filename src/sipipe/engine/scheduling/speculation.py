@@ -242,8 +242,7 @@ class HeadSpeculation(Speculation):
         for number, drafts in self._scheduler.head_drafts.take(awaited).items():
             self._hand_on(number, self._unforced(drafts))
             if not drafts:
-                # The head's pass has failed, or came too late: as if the first draft were wrong.
-                self._chances[0] *= 1.0 - RATE
+                self._miss()
         super()._fit()
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
         self.asks = most = min(self._worth_making(), self.asks + 1)
@@ -256,6 +255,10 @@ class HeadSpeculation(Speculation):
         for request in running:
             request.spec_token_ids = request.spec_token_ids[: max(most, 1)]
         return True
+
+    def _miss(self) -> None:
+        """Note that a pass of the head has failed, or came too late: as if the first draft were wrong."""
+        self._chances[0] *= 1.0 - RATE
 
     def _unforced(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """``drafts`` of requests that have none yet: tokens that a grammar forces are right, and stand
@@ -299,6 +302,10 @@ class HeadSpeculation(Speculation):
 
     def _take(self, iteration: Iteration) -> None:
         self._awaited.append(iteration.number)
+        outcome = iteration.outcome
+        in_the_pass = iteration.work.on_device and iteration.scheduled.asks
+        if in_the_pass and outcome.drawn and not outcome.drafts:
+            self._miss()
         super()._take(iteration)
         self._follow_chances(iteration)
 

@@ -9,7 +9,8 @@ Who runs here: the process that makes a configuration of vLLM, before it is made
 again, and must come to the same answer.
 
 Rejected: to measure both ways at start, because that loads a model twice. Rejected: to step aside by
-degrees on CPUs too, because one stage is quicker than stock's there (docs/benchmarks.md).
+degrees on CPUs too, because one stage is as quick as stock's there with greedy requests, and quicker with
+others (docs/benchmarks.md).
 """
 
 from collections.abc import Mapping

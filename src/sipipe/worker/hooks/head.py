@@ -24,8 +24,9 @@ from unittest.mock import patch
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
@@ -107,7 +108,7 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
                 f"--speculative-config: SiPipe does not host vLLM's {type(speculator).__name__}: take "
                 '{"method": "ngram"}, or leave the option out'
             )
-        lend = partial(_lend_embedding, runner, utils.maybe_share_target_embed)
+        lend = partial(lend_embedding, runner, utils.maybe_share_target_embed)
         with patch.object(utils, "maybe_share_target_embed", lend):
             try:
                 speculator.load_model(runner.model)
@@ -119,7 +120,7 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
     return speculator
 
 
-def _lend_embedding(
+def lend_embedding(
     runner: Any, share: Callable[..., None], draft: Any, draft_inner: Any, target_inner: Any
 ) -> None:
     """Stand in the place of vLLM's ``maybe_share_target_embed``: where the head has no input embedding of
@@ -133,8 +134,14 @@ def _lend_embedding(
         return
     config = runner.vllm_config
     loader: Any = get_model_loader(config.load_config)
+    if isinstance(loader, DummyModelLoader):
+        return
     if not hasattr(loader, "get_all_weights"):
-        return  # dummy weights
+        raise UnsupportedError(
+            f"--load-format {config.load_config.load_format}: {type(draft).__name__} needs the model's "
+            "input embedding, which this format does not give apart from the other weights: take "
+            "--load-format auto, or leave --speculative-config out"
+        )
     for name, weight in loader.get_all_weights(config.model_config, runner.model):
         if name.endswith(EMBEDDING):
             embedding.weight.weight_loader(embedding.weight, weight)
@@ -147,12 +154,15 @@ def _lend_embedding(
 
 def _of_one_stage(config: VllmConfig, speculative: Any) -> VllmConfig:
     """The configuration that a head is made with: vLLM's EAGLE models name their layer by the layers
-    that this *stage* has, where it has several, and would take the name of one of the target's."""
+    that this *stage* has, where it has several, and would take the name of one of the target's.
+
+    The rank is that among the ranks of the stage. Compiled heads are kept by it, and each has the bounds
+    of its part of the vocabulary built in."""
     made = copy.copy(config)
     made.speculative_config = speculative
     made.parallel_config = copy.copy(config.parallel_config)
     made.parallel_config.pipeline_parallel_size = 1
-    made.parallel_config.rank = 0
+    made.parallel_config.rank = get_tp_group().rank_in_group
     return made
 
 

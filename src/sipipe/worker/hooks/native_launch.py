@@ -13,6 +13,7 @@ Rejected: the wrapper for all that this process compiles. vLLM compiles small fu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._inductor import config as inductor
 from vllm.logger import init_logger
 from vllm.utils import torch_utils
 
+from sipipe import layer_names
 from sipipe.errors import one_line
 
 logger = init_logger(f"vllm.{__name__}")
@@ -37,10 +39,25 @@ NATIVE: dict[str, Any] = {
 """torch's options for one that compiled code launches."""
 
 
-def may_launch_natively(stages: int) -> bool:
+def may_launch_natively(stages: int, *, compiles: bool) -> bool:
     """Say if torch is to compile the launching, too: vLLM's layer names are strings
-    (:mod:`sipipe.layer_names`), and there is one stage."""
-    return stages == 1 and not getattr(torch_utils, "_USE_LAYERNAME", True)
+    (:mod:`sipipe.layer_names`), and there is one stage.
+
+    Args:
+        stages: Stages of the pipeline.
+        compiles: Whether the model is compiled. If it is, the log says how to have the launching, too.
+    """
+    if stages > 1 or not compiles:
+        return False
+    if not getattr(torch_utils, "_USE_LAYERNAME", True):
+        return True
+    if layer_names.VARIABLE not in os.environ:
+        logger.info(
+            "passes are launched from Python: %s=0 in the environment has compiled code launch them, "
+            "which is quicker with few requests",
+            layer_names.VARIABLE,
+        )
+    return False
 
 
 def compiles_natively(warm_up: Callable[[], None]) -> bool:

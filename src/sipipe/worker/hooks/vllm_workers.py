@@ -27,7 +27,7 @@ import torch
 from torch._inductor import config as inductor
 from torch.overrides import TorchFunctionMode
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
@@ -65,6 +65,7 @@ class _StageWorker:
     vllm_module: ModuleType
     """Module that defines vLLM's class."""
     model_runner: Any
+    vllm_config: VllmConfig
     boot: WorkerBoot
     """Record from which the process has started. It sets it before ``init_device``."""
     feedback: TokenFeedback | None = None
@@ -82,6 +83,8 @@ class _StageWorker:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the stage's layers, and mend or check what of vLLM's model does not suit a stage."""
+        if self.boot.head is not None:
+            name_taps(self.vllm_config, self.boot.head)
         with self._stand_ins():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self.model_runner
@@ -232,7 +235,8 @@ if current_platform.is_cpu():
                 self.model_runner._init_kv_zero_meta()
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
-            self._natively = may_launch_natively(self.boot.place.stages)
+            compiles = self.vllm_config.compilation_config.mode != CompilationMode.NONE
+            self._natively = may_launch_natively(self.boot.place.stages, compiles=compiles)
             use_compiled(self.vllm_config, natively=self._natively)
             build_whole_files()
             # vLLM 0.33 compiles its kernels before the first request; ours need no compiling.
@@ -277,6 +281,21 @@ if current_platform.is_cpu():
                 runner.warming_up_model()
                 return True
             return False
+
+
+def name_taps(config: VllmConfig, head: Any) -> None:
+    """Have this process load no compiled model that gives other hidden states than ``head`` reads.
+
+    vLLM names the file by its whole configuration. Most workers' has no drafts in it, so what they have to
+    do with the compiled model becomes a part of it here.
+
+    Args:
+        head: vLLM's ``SpeculativeConfig``, whose hash has the layers that are tapped.
+    """
+    from sipipe.worker.hooks.head import reads_several_layers
+
+    if reads_several_layers(head):
+        config.additional_config = {**config.additional_config, "tapped_for": head.compute_hash()}
 
 
 def use_compiled(config: VllmConfig, *, natively: bool) -> None:
