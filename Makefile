@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests benchmarks scripts
-BENCHMARKS := $(filter-out ablation busy campaign harness in_turn delayed_cable emulate first_token measure openvino_alone paper pictures results sampling_cliffs shared_gpu side_by_side stage_recorders stock_trace turns,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
+BENCHMARKS := $(filter-out ablation busy campaign catalogue harness in_turn delayed_cable emulate first_token measure openvino_alone paper pictures results sampling_cliffs shared_gpu side_by_side stage_recorders stock_trace turns,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
 # Those that want a model or a GPU, or have no quick form, are run by name.
 QUICK := $(filter-out one_gpu peers prefill smollm2_logits speculation,$(BENCHMARKS))
 

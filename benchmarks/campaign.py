@@ -260,8 +260,10 @@ def _differ(then: Any, now: Any) -> bool:
     further apart than :data:`UNRANGED`. Words differ where they are others, and a picture's data never."""
     if isinstance(then, list) and isinstance(now, list):
         return len(then) != len(now) or any(map(_differ, then, now))
+    if _is_drawn(then) or _is_drawn(now):
+        return False
     if not (_is_number(then) and _is_number(now)):
-        return cell(then) != cell(now) and not (_is_drawn(then) and _is_drawn(now))
+        return cell(then) != cell(now)
     pairs = [(then, number(now)), (now, number(then))]
     ranged = [(figure, other) for figure, other in pairs if _has_range(figure)]
     if not ranged:

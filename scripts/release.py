@@ -64,7 +64,9 @@ def main() -> None:
         check("sipipe doctor names what is missing", missing)
     if FAILED:
         sys.exit(f"release: not ready: {', '.join(FAILED)}")
-    print(f"release: {version[1]} is ready: tag it v{version[1]}, and upload what is in {DIST.name}")
+    print(
+        f"release: {version[1]} is ready: tag it v{version[1]}, and upload what is in {DIST.name}"
+    )
 
 
 def accepted(folder: Path, wheel: Path) -> bool:

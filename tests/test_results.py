@@ -160,7 +160,11 @@ def test_a_goal_is_met_or_not_by_the_kept_figure(folder, monkeypatch):
 
 
 def test_a_page_says_once_what_its_figures_were_measured_on(folder):
-    page = "<!-- measured --><!-- end -->"
+    page = "<!-- results *: way -->\n<!-- end --><!-- measured --><!-- end -->"
+    assert (
+        written("<!-- measured --><!-- end -->")
+        == "<!-- measured -->Nothing is measured yet.<!-- end -->"
+    )
     assert (
         "on 2026-01-02 with SiPipe 1.2 (commit 1234567, vLLM ) on C, 2 cores by `make c"
         in written(page)

@@ -268,7 +268,7 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     assert {"--layers=7,1", "--samplers=2"} <= set(jobs["sipipe"]["command"])
     assert "--layers=7,1" not in jobs["sipipe-one"]["command"]
     out = capsys.readouterr().out
-    assert "stock-one: 0-7" in out
+    assert "stock-one: worker 0: CPU 0-7" in out
     assert "sipipe: stage 0: core 0" in out
 
 

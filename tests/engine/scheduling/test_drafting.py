@@ -22,6 +22,7 @@ from sipipe.engine.scheduling.speculation import (
     Speculation,
 )
 from sipipe.engine.scheduling.speculations import speculation
+from sipipe.engine.scheduling.times import Load
 from sipipe.messages.step import Step
 
 
@@ -78,7 +79,35 @@ class Scheduler:
 
 
 def controller(price=None, formed=1):
-    return SimpleNamespace(price=lambda _: price, formed=formed, rows=1.0)
+    return SimpleNamespace(price=lambda _: price, formed=formed, slots=3, rows=1.0)
+
+
+class Pace:
+    """Stands for :class:`.DraftPace`: time does not go by here."""
+
+    cost = None
+    """What drafts lengthen a period by; None: not known."""
+    trial = False
+
+    def __init__(self, slots):
+        pass
+
+    def took(self, *args, **kwargs):
+        pass
+
+    def slowdown(self, sequences):
+        return None if self.cost is None else 1.0 + self.cost
+
+    def tries(self, sequences, tokens_a_pass):
+        return self.trial
+
+
+@pytest.fixture(autouse=True)
+def pace(monkeypatch):
+    """The class that all paces are of; what is set on it they say."""
+    kind = type("Pace", (Pace,), {})
+    monkeypatch.setattr(module, "DraftPace", kind)
+    return kind
 
 
 def fitted(*lengths, price=None, formed=1, **options):
@@ -257,7 +286,7 @@ def verify(speculation, number, *, offers=3, asks=3, work=None, drafts=None, **r
         SimpleNamespace(
             number=number,
             output=SimpleNamespace(scheduled_spec_decode_tokens=offered),
-            scheduled=SimpleNamespace(asks=asks),
+            scheduled=SimpleNamespace(asks=asks, load=Load()),
             work=work or by_samplers,
             outcome=SimpleNamespace(
                 errors={}, drafts=drafts or {}, drawn={name: 1 + right[name] for name in right}
@@ -449,6 +478,7 @@ def came(scheduler, speculation, tokens, proposed=None):
             number=1,
             output=SimpleNamespace(scheduled_spec_decode_tokens={}),
             work=Work(step=Step(1), sampled=list(tokens)),
+            scheduled=SimpleNamespace(load=Load()),
             outcome=SimpleNamespace(
                 errors={}, drafts=dict(proposed or {}), drawn=dict.fromkeys(tokens, 1)
             ),
@@ -490,6 +520,47 @@ def test_overtaken_drafts_are_compared_with_the_tokens_that_came_in_their_place(
         wrong = [text[(place + 1) % 4], 9, 9, 9, 9, 9, 9, 9, 9, 9]
         came(scheduler, speculation, {"0": text[place]}, {"0": wrong})
     assert not scheduler.waits_for_drafts, "one of ten, which costs as much as it brings"
+
+
+@pytest.mark.parametrize(("cost", "waits"), [(0.1, True), (0.95, True), (1.1, False), (2.0, False)])
+def test_drafts_are_waited_for_where_they_gain_more_than_a_period_is_longer(pace, cost, waits):
+    """A token of each pass, whatever rows cost; before the period is known, 0.03 and the rows."""
+    scheduler, speculation = ahead(0, 0)
+    for number in range(400):
+        verify(speculation, number, offers=2, **{"0": 2, "1": 0})
+        speculation.fit()
+    assert scheduler.waits_for_drafts
+    pace.cost = cost
+    for number in range(100):
+        verify(speculation, number, offers=2, **{"0": 2, "1": 0})
+        speculation.fit()
+    assert scheduler.waits_for_drafts == waits
+
+
+@pytest.mark.parametrize(("cost", "asks"), [(None, 3), (0.1, 3), (2.4, 3), (2.7, 0)])
+def test_a_head_is_asked_where_its_drafts_gain_more_than_a_period_is_longer(pace, cost, asks):
+    """3.5 tokens a pass, whatever its drafts' rows and its own passes cost."""
+    _, speculation = with_head(0, 0, price=0.01)
+    pace.cost = cost
+    for number in range(600):
+        right = (3, 2)[number % 2]
+        verify(speculation, number, **{"0": right, "1": right})
+    speculation.fit()
+    speculation.fit()
+    speculation.fit()
+    assert speculation.asks == asks
+
+
+def test_drafts_are_left_out_while_periods_without_them_are_measured(pace):
+    scheduler, speculation = ahead(0, 0)
+    _, of_head = with_head(0, 0, price=0.01)
+    for trial in (False, True, False):
+        pace.trial = trial
+        for each in (speculation, of_head):
+            verify(each, 1, offers=2, **{"0": 2, "1": 0})
+            each.fit()
+        assert scheduler.waits_for_drafts != trial
+        assert (of_head.asks > 0) != trial
 
 
 def test_drafts_that_gain_are_waited_for_from_then_on():

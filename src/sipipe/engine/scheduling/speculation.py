@@ -32,6 +32,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.best_effort import BestEffort
+from sipipe.engine.scheduling.draft_pace import DraftPace
 from sipipe.engine.scheduling.forced import ForcedTokens
 from sipipe.observe.live import Word
 
@@ -52,8 +53,12 @@ fails takes :data:`RATE` of a draft's chance, which is then about its price, and
 RATE = 0.05
 """Weight of the last microbatch in the means of what its requests got."""
 WAITING = 0.03
-"""Tokens, of each one, that a pipeline is taken to lose where its slots wait for their tokens. Engines that
-waited and verified hardly a draft made 0.03 to 0.05 fewer (docs/log.md)."""
+"""Tokens, of each one, that a pipeline is taken to lose where its slots wait for their tokens, until it is
+measured (:mod:`.draft_pace`). Engines that waited and verified hardly a draft made 0.03 to 0.05 fewer
+(docs/log.md)."""
+BAND = 0.01
+"""Share by which tokens with drafts have to be more than those without before drafts begin, or fewer before
+they cease."""
 KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
 
@@ -101,6 +106,7 @@ class Speculation(NoSpeculation):
         """Tokens of a request in a pass, lately."""
         self._accepted = 1.0
         """Part of the drafts that was accepted, lately."""
+        self._pace = DraftPace(1 if controller is None else controller.slots)
 
     def fit(self) -> None:
         """Cut the drafts of running requests to those that the next microbatch is to verify, and tell
@@ -163,6 +169,16 @@ class Speculation(NoSpeculation):
         if iteration.work.step.grammar and self._accepted > self._scheduler.tracker.worth:
             drafts.update(self._forced_tokens(iteration))
         self._hand_on(iteration.number, drafts)
+
+    def _follow_pace(self, iteration: Iteration, *, drafting: bool) -> None:
+        """Measure periods by ``iteration``, which came back while drafts were made and waited for, or were
+        not (``drafting``)."""
+        self._pace.took(
+            drafting,
+            len(iteration.outcome.drawn),
+            len(self._scheduler.running),
+            prompts=iteration.scheduled.load.tokens > 0,
+        )
 
     def _count(self, iteration: Iteration) -> None:
         """Count the drafts that ``iteration`` verified, in the figures and in the means."""
@@ -235,6 +251,8 @@ class HeadSpeculation(Speculation):
         self._waiting = WAITING if getattr(scheduler, "ahead", 0) else 0.0
         self._chances = [1.0] * self._scheduler.num_spec_tokens
         """Probability of each draft, if those before it are right, lately."""
+        self._drafted = 1.0 + self._scheduler.num_spec_tokens
+        """Tokens of a request in a pass that verified drafts, lately."""
 
     def _fit(self) -> bool:
         awaited = self._awaited
@@ -245,8 +263,11 @@ class HeadSpeculation(Speculation):
                 self._miss()
         super()._fit()
         # One more at a time: of drafts behind those that were wrong nothing has been seen for long.
-        self.asks = most = min(self._worth_making(), self.asks + 1)
+        most = min(self._worth_making(), self.asks + 1)
         running = self._scheduler.running
+        if most and self._pace.tries(len(running), self._tokens_a_pass):
+            most = 0
+        self.asks = most
         # Tokens that a grammar forces are drafts of each of its requests.
         grammars = any(request.use_structured_output for request in running)
         self._scheduler.waits_for_drafts = most > 0 or grammars
@@ -280,7 +301,10 @@ class HeadSpeculation(Speculation):
         if worth >= 1.0:  # there is no room
             return 0
         worth += self._pass_price()
-        if self._chances[0] <= worth + self._waiting * self._tokens_a_pass:
+        slowdown = self._pace.slowdown(len(self._scheduler.running))
+        if slowdown is None and self._chances[0] <= worth + self._waiting * self._tokens_a_pass:
+            return 0
+        if slowdown is not None and not pays(self._drafted, slowdown, drafting=self.asks > 0):
             return 0
         chance = 1.0
         for number, step in enumerate(self._chances):
@@ -308,6 +332,7 @@ class HeadSpeculation(Speculation):
             self._miss()
         super()._take(iteration)
         self._follow_chances(iteration)
+        self._follow_pace(iteration, drafting=self.asks > 0)
 
     def _follow_chances(self, iteration: Iteration) -> None:
         """Follow the probability of each draft, by those that ``iteration`` verified."""
@@ -328,6 +353,14 @@ class HeadSpeculation(Speculation):
             ]
             if hits:
                 self._chances[number] += RATE * (sum(hits) / len(hits) - chance)
+        if drawn:
+            self._drafted += RATE * (sum(drawn.values()) / len(drawn) - self._drafted)
+
+
+def pays(tokens: float, slowdown: float, *, drafting: bool) -> bool:
+    """Say if ``tokens`` of a request in a pass, by drafts, make up for periods that are ``slowdown`` times
+    as long; ``drafting``: whether drafts are made now."""
+    return tokens > slowdown * (1.0 - BAND if drafting else 1.0 + BAND)
 
 
 def _level(lengths: list[int], room: int) -> int:
