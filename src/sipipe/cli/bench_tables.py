@@ -79,7 +79,8 @@ def table(
 
 
 def _bound(variable: str | None) -> str:
-    """The CPUs of each worker, by vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` such as ``0|1``; nothing without."""
+    """CPUs of each worker, in words, by vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` such as ``0|1``; nothing where
+    it is None."""
     if variable is None or not variable[:1].isdigit():  # a word, such as "auto"
         return variable or ""
     workers = variable.split("|")
@@ -131,10 +132,9 @@ def show(result: Mapping[str, Any]) -> None:
     rows = result["rows"]
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     columns.remove("cores")
-    if None in [row["memory MiB"] for row in rows] and "memory MiB" in columns:
-        columns.remove(
-            "memory MiB"
-        )  # that of a server which ran already is not known: nothing to compare
+    # The memory of a server that ran already is not known, and then there is nothing to compare.
+    if "memory MiB" in columns and any(row["memory MiB"] is None for row in rows):
+        columns.remove("memory MiB")
     cells = (["" if row[name] is None else f"{row[name]}" for name in columns] for row in rows)
     shown = console.table(columns, cells, left=("sampling", "engine"), pad_edge=True)
     shown.title = result["title"]

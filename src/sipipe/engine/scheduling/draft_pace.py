@@ -7,8 +7,8 @@ of microbatches with drafts, and those of stretches without. Both are measured i
 serving. Where only drafts have been seen, they are left out for one stretch, seldom (:meth:`DraftPace.tries`).
 
 Who runs here: the engine's thread.
-Rejected: a constant. Waiting for drafts costs 3 % of the tokens with 32 requests in two stages on CPUs,
-8 % with one, and 17 % with 256 on four emulated GPUs (docs/log.md).
+Rejected: a constant, which was 3 %. With one request on CPUs, and with many on emulated GPUs, waiting for
+drafts costs several times as much (docs/log.md).
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ class DraftPace:
         self._drafting = False
         self._tried_at: int | None = None
         self._began = 0.0
-        self._taken = -slots  # of this stretch; negative: so many more have to come back before it
+        self._taken = -slots
+        """Microbatches of this stretch; negative: so many more have to come back before it begins."""
         self._passes = 0
+        """Requests that got tokens in this stretch, each as often as it got any."""
         self._sequences: list[int] = []
+        """Requests that ran, at each microbatch of this stretch."""
 
     def took(self, drafting: bool, passes: int, sequences: int, *, prompts: bool) -> None:
         """Count a microbatch that came back.
