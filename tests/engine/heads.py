@@ -17,11 +17,15 @@ WEAK = 0.35
 """Factor of what the target's layers add."""
 
 
-def target(directory: Path, family: str = "llama") -> Path:
+LAYERS = 4
+"""Layers of a target, unless a test needs more stages."""
+
+
+def target(directory: Path, family: str = "llama", layers: int = LAYERS) -> Path:
     """The checkpoint of a model whose layers add little."""
-    path = directory / f"{family}-weak"
+    path = directory / f"{family}-weak-{layers}"
     if not path.exists():
-        make_model(family, path)
+        make_model(family, path, layers=layers)
         weights = load_file(path / "model.safetensors")
         for name in weights:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -31,7 +35,8 @@ def target(directory: Path, family: str = "llama") -> Path:
 
 
 def eagle(directory: Path) -> Path:
-    """An EAGLE head of :func:`target`: one layer over the last token's embedding and hidden state."""
+    """An EAGLE head of :func:`target`, of any layers: one over the last token's embedding and hidden
+    state."""
     path = directory / "eagle-head"
     if not path.exists():
         config = json.loads((target(directory) / "config.json").read_text())
@@ -43,16 +48,19 @@ def eagle(directory: Path) -> Path:
     return path
 
 
-def eagle3(directory: Path, *, draft_vocab: int | None = None, taps: bool = True) -> Path:
-    """An EAGLE-3 head of :func:`target`, which reads hidden states of layers 1, 2 and 4.
+def eagle3(
+    directory: Path, *, draft_vocab: int | None = None, taps: bool = True, layers: int = LAYERS
+) -> Path:
+    """An EAGLE-3 head of :func:`target`, which reads hidden states of its first, middle and last layer.
 
     Args:
         draft_vocab: it proposes these many tokens alone, every third of the vocabulary.
         taps: False: it reads the last layer's alone.
+        layers: of the target.
     """
-    path = directory / f"eagle3-head-{draft_vocab or 'all'}-{'taps' if taps else 'last'}"
+    path = directory / f"eagle3-head-{layers}-{draft_vocab or 'all'}-{'taps' if taps else 'last'}"
     if not path.exists():
-        folder = target(directory)
+        folder = target(directory, layers=layers)
         config = json.loads((folder / "config.json").read_text())
         hidden = config["hidden_size"]
         weights = _layer(config, "midlayer.", inputs=2)
@@ -63,7 +71,8 @@ def eagle3(directory: Path, *, draft_vocab: int | None = None, taps: bool = True
             weights["fc.weight"] = 0.1 * torch.eye(hidden).repeat(1, 3)
         weights["norm.weight"] = torch.ones(hidden)
         head = load_file(folder / "model.safetensors")["lm_head.weight"]
-        config |= {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        tapped = [1, layers // 2, layers]
+        config |= {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": tapped}
         if not taps:
             config["eagle_config"] = {"use_aux_hidden_state": False}
         if draft_vocab is not None:

@@ -53,14 +53,18 @@ def head(models, kind):
     """The target's checkpoint and the ``--speculative-config`` of a head."""
     if kind == "mtp":
         return heads.mimo(models), {"method": "mtp", "num_speculative_tokens": 2}
+    layers = 8 if kind.endswith("of eight layers") else heads.LAYERS
     made = {
+        "eagle of eight layers": lambda: heads.eagle(models),
+        "eagle3 of eight layers": lambda: heads.eagle3(models, layers=8),
         "eagle": lambda: heads.eagle(models),
         "eagle3": lambda: heads.eagle3(models),
         "eagle3 of few tokens": lambda: heads.eagle3(models, draft_vocab=300),
         "eagle3 of the last layer": lambda: heads.eagle3(models, taps=False),
     }[kind]()
     method = kind.partition(" ")[0]
-    return heads.target(models), {"method": method, "model": str(made), "num_speculative_tokens": 3}
+    drafts = {"method": method, "model": str(made), "num_speculative_tokens": 3}
+    return heads.target(models, layers=layers), drafts
 
 
 def is_as_often_right(counted, by_stock):
@@ -89,6 +93,8 @@ def long_greedy():
         pytest.param("eagle3 of few tokens", 2, marks=pytest.mark.slow),
         ("eagle3 of the last layer", 2),
         pytest.param("mtp", 1, marks=pytest.mark.slow),
+        pytest.param("eagle of eight layers", 8, marks=pytest.mark.slow),
+        pytest.param("eagle3 of eight layers", 8, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_are_stocks_and_drafts_as_often_right(models, kind, pp):
@@ -264,13 +270,17 @@ def test_as_many_tokens_are_cached_as_in_stock(models, kind):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "place",
-    [SAMPLERS, pytest.param(ON_DEVICE, marks=pytest.mark.slow)],
-    ids=["samplers", "device"],
+    ("kind", "place"),
+    [
+        pytest.param("eagle", SAMPLERS, id="eagle, samplers"),
+        pytest.param("eagle", ON_DEVICE, id="eagle, device", marks=pytest.mark.slow),
+        pytest.param("eagle3", SAMPLERS, id="eagle3, samplers", marks=pytest.mark.slow),
+        pytest.param("mtp", SAMPLERS, id="mtp, samplers", marks=pytest.mark.slow),
+    ],
 )
-def test_nor_with_several_ranks_a_stage(models, place):
+def test_nor_with_several_ranks_a_stage(models, kind, place):
     """Whose device threads hear of drafts and iterations each in its own time."""
-    path, drafts = head(models, "eagle")
+    path, drafts = head(models, kind)
     ranks = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     with_and_without(path, long_greedy() * 2, drafts, **place, **ranks)
 

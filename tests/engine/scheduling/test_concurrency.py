@@ -126,6 +126,32 @@ def test_drafts_make_batches_larger():
     assert controller.period(8, 2) == pytest.approx(2 * (8e-3 + 8e-3), rel=0.05)
 
 
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_one_microbatch_is_not_tried_before_a_row_has_a_price(stages):
+    """All rows at once would idle every other stage, for a whole period each time."""
+    controller = ConcurrencyController(stages=stages, slots=stages + 1)
+    found = served(controller, 64, [(1e-3, 1e-3)] * stages, visits=400)
+    assert min(found) >= stages - 1
+    assert found[-1] >= stages, "by the row no microbatch is cheaper for being larger"
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 64])
+def test_one_stage_begins_with_one_microbatch(sequences):
+    stages = [(30e-3, 2e-4)]
+    controller = ConcurrencyController(stages=1, slots=2)
+    assert set(served(controller, sequences, stages, visits=200)) == {1}
+
+
+def test_one_stage_finds_that_two_microbatches_hide_its_way():
+    """Where drawing and scheduling take about as long as a pass, once requests have come and gone."""
+    controller = ConcurrencyController(stages=1, slots=2)
+    for sequences in [*range(32, 65)] * 4 + [64] * 50:
+        k = controller.microbatches(sequences)
+        batch = sequences / k
+        taken(controller, batch, [1e-3 + 1e-4 * batch], 1e-3 + 1e-4 * batch)
+    assert k == 2
+
+
 def test_it_does_not_waver():
     rng = random.Random(2)
     controller = ConcurrencyController(stages=2, slots=3)

@@ -15,8 +15,8 @@ the longer one.
 
 All times are :class:`sipipe.engine.scheduling.times.BatchTimes`, fitted twice on each stage. The prices
 that prompts are cut by are fitted to all batches. Each s_i is fitted to decodes alone, by their rows
-alone, and begins with hardly a price of a row: so fewer and larger batches are tried until some differ
-in size, which tells it.
+alone, and begins with hardly a price of a row: so one microbatch fewer is tried, and one fewer again,
+until batches have differed enough in size to tell it.
 
 Who runs here: the engine's thread, alone. Relies on being asked once a visit; :class:`MeasuredTimes`
 takes in what was measured while an iteration is out.
@@ -96,12 +96,13 @@ class ConcurrencyController:
         self._priced = 0  # fits of the times that the prices are of
         self.unseen = 0.0
         """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
-        self.formed = slots
-        """The number that :meth:`microbatches` returned last."""
         self.rows = 1.0
         """Rows of a sequence in a pass, lately: with drafts more than one. Prices are by rows."""
-        self.chosen = slots
+        # Of one stage a second microbatch hides no other stage: it only reads the weights again.
+        self.chosen = 1 if stages == 1 else slots
         """The number that the last choice fell on, also where there are fewer sequences."""
+        self.formed = self.chosen
+        """The number that :meth:`microbatches` returned last."""
         self._keep = keep
         self._kept_at = 0  # fits of the times that were kept last
         self._keeping = BestEffort("keeping the stages' times for the next start", bounded=False)
@@ -179,10 +180,14 @@ class ConcurrencyController:
         """Say if the stages' times for decodes are known."""
         return min(self.times.weight[self.stages : 2 * self.stages]) >= ENOUGH
 
+    def _sloped(self) -> bool:
+        """Say if the stages' decodes have differed in size enough to tell a row's price."""
+        return all(self.times.sloped[self.stages : 2 * self.stages])
+
     def price(self, sequences: float) -> float | None:
         """The part of a period, 0 to 1, that one more row in each microbatch of ``sequences`` costs;
         None: not known yet. What no phase has is left out: rows lengthen it too on few cores."""
-        if not self._ready() or not all(self.times.sloped[self.stages : 2 * self.stages]):
+        if not self._ready() or not self._sloped():
             return None
         rows = sequences * self.rows
         before = self._period(rows, self.formed, 0.0)
@@ -234,9 +239,13 @@ class ConcurrencyController:
         if sequences == self._asked_for and self._visits % TOGETHER != 0:
             return
         self._asked_for = sequences
-        periods = {number: self.period(sequences, number) for number in range(1, most + 1)}
+        current = min(self.chosen, most)
+        # Until a row's price is known, fewer microbatches always look shorter. One fewer tells that
+        # price, and costs little where the promise is wrong; a single one would idle every other stage.
+        fewest = 1 if self._sloped() else max(1, current - 1)
+        periods = {number: self.period(sequences, number) for number in range(fewest, most + 1)}
         best = min(periods, key=lambda number: (periods[number], -number))
-        if periods[best] < (1 - GAIN) * periods[min(self.chosen, most)]:
+        if periods[best] < (1 - GAIN) * periods[current]:
             self.chosen = best
             self._chosen_for = sequences
             self._visits = 0
