@@ -16,7 +16,9 @@ repetitions, over the smallest, where several engines answered. Each answer has 
 
 ``short``: 16 tokens in, 32 out. ``chat``: 200 to 600 in, 100 to 300 out, as long as the answers of
 ShareGPT are. Both at once, and in open arrivals at three rates. All rounds answer those with most requests
-at once, and the first one alone answers the others, which take longer together.
+at once, and the first one alone answers the others, which take longer together (``--every-load``: all
+of them). ``prompt``, which is measured where ``--loads`` names it: 175 to 525 tokens in, 8 to 24 out, at
+once.
 """
 
 from __future__ import annotations
@@ -45,18 +47,19 @@ STAGES = {name: options[-1] for name, options in ROWS.items()}
 STOCK = [name for name in ROWS if name.startswith("stock")]
 SHORT = "--random-input-len 16 --random-output-len 32"
 CHAT = "--random-input-len 400 --random-output-len 200 --random-range-ratio 0.5"
+PROMPT = "--random-input-len 350 --random-output-len 16 --random-range-ratio 0.5"
 LENGTHS = {
     name: ["--dataset-name", "random", "--ignore-eos", *words.split()]
-    for name, words in (("short", SHORT), ("chat", CHAT))
+    for name, words in (("short", SHORT), ("chat", CHAT), ("prompt", PROMPT))
 }
-AT_ONCE = {"short": (1, 8, 64), "chat": (8, 24)}
+AT_ONCE = {"short": (1, 8, 64), "chat": (8, 24), "prompt": (8, 64)}
 """Requests that are sent at once. As many chats as short ones would take most of a campaign."""
-RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.5, 1.0, 2.0)}
+RATES = {"short": (2.0, 4.0, 8.0), "chat": (0.5, 1.0, 2.0), "prompt": ()}
 """Requests a second: some that two cores answer at leisure, and some that they hardly can."""
 ARRIVING = {"short": 32, "chat": 12}
 """Requests of each rate."""
 OF_THE_SAME = "of the same, not in 8 bits"
-SHOWN = ["load", "sampling", "requests", "rate", "engine", "answers", "tok/s"]
+SHOWN = ["load", "sampling", "requests", "rate", "engine", "answers", "tok/s", "in + out"]
 SHOWN += ["of stock with the same stages"]
 SHOWN += ["of stock's best", OF_THE_SAME, "TTFT p50", "TPOT p50", "noise"]
 LIMIT = 7_200.0
@@ -68,7 +71,7 @@ def main() -> None:
     add = parser.add_argument
     add("model", nargs="?", default="", help="default: a random one, vocabulary of 151,936")
     add("--quick", action="store_true", help="two stages of each, few requests at once, one engine")
-    add("--loads", default="short,chat", help="of short, chat")
+    add("--loads", default="short,chat", help=f"of {', '.join(LENGTHS)} (default: short,chat)")
     add(
         "--sampling",
         default="greedy,chat",
@@ -79,6 +82,7 @@ def main() -> None:
     add("--int8", default="", metavar="DIRECTORY", help="the model in 8 bits, for rows of SiPipe")
     add("--engines", type=int, default=3, help="of each row (default: 3)")
     add("--no-rates", action="store_true", help="no open arrivals")
+    add("--every-load", action="store_true", help="every engine answers every load")
     add("--name", default="served", help="of the result")
     args = parser.parse_args()
     model = args.model or str(make_model("llama", MODELS / "llama-bench", size="bench"))
@@ -92,7 +96,9 @@ def main() -> None:
         servers = {name: server(model, name, args.int8) for name in order}
         seed = 1000 * number_of_round
         asked = [
-            load for load in loads if not number_of_round or in_all_rounds(load, args.requests)
+            load
+            for load in loads
+            if not number_of_round or args.every_load or in_all_rounds(load, args.requests)
         ]
         words = [model, rows, args.int8, number_of_round, [load.name for load in asked]]
         rounds.append(
@@ -102,7 +108,8 @@ def main() -> None:
         "served",
         f"Served, {Path(model).name}, {served_dtype()}, {len(rounds)} engine(s) a row, all alive, loads in turn",
         table(loads, rows, rounds),
-        note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; medians and ranges; "
+        note="short: 16 tokens in, 32 out; chat: 200 to 600 in, 100 to 300 out; prompt: 175 to 525 in, "
+        "8 to 24 out; in + out: tokens/s of prompts and answers; medians and ranges; "
         "ratios of answers side by side; answers: two of each engine to short requests at once, else "
         "one; TTFT, TPOT: ms to the first token and between later ones; noise: the largest tok/s of a "
         "row's answers over the smallest, where several engines answered, each with other prompts",
@@ -132,7 +139,7 @@ def loads_of(args: argparse.Namespace) -> list[Load]:
     for name in args.loads.split(","):
         counts = sorted({min(count, args.requests) for count in AT_ONCE[name]})
         few = [count for count in counts if not args.quick or count in (1, counts[-1])]
-        short = name == "short"
+        warmed = name != "chat"  # a chat's load is long enough to warm an engine by itself
         for way in ways:
             for count in few if way == ways[0] else few[-1:]:
                 load = Load(
@@ -141,8 +148,8 @@ def loads_of(args: argparse.Namespace) -> list[Load]:
                     requests=count,
                     rate=0.0,
                     words=LENGTHS[name],
-                    repeat=2 if short else 1,
-                    learnt=count if short and count > 1 else 0,
+                    repeat=2 if warmed else 1,
+                    learnt=count if warmed and count > 1 else 0,
                 )
                 loads.append(load)
         for rate in () if args.quick or args.no_rates else RATES[name]:
@@ -178,6 +185,7 @@ def table(loads: list[Load], rows: list[str], rounds: list[Runs]) -> list[dict[s
             line: dict[str, Any] = {"load": kind, "sampling": way, "requests": int(count)}
             line |= {"rate": rate, "engine": name, "tok/s": spread(speeds[name])}
             line["answers"] = len(speeds[name])
+            line["in + out"] = spread([run["total_token_throughput"] for run in found[name]])
             for column, other in (
                 ("of stock with the same stages", same),
                 ("of stock's best", best),

@@ -49,7 +49,7 @@ def test_rounds_after_the_first_answer_what_most_requests_ask_at_once():
 
 def figures(speed):
     times = {f"{part}_{of}_ms": speed for part in ("p50", "p99") for of in ("ttft", "tpot")}
-    return {"output_throughput": float(speed)} | times
+    return {"output_throughput": float(speed), "total_token_throughput": 2.0 * speed} | times
 
 
 def test_ratios_are_of_answers_side_by_side():
