@@ -12,7 +12,6 @@ iteration stay readable until all of its tokens are in, also for a restarted sam
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from sipipe.best_effort import BestEffort
 from sipipe.core_binding import claim
+from sipipe.engine.engine_process import is_engine_process
 from sipipe.engine.setup.decide import decide
 from sipipe.engine.setup.describe import describe_setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError, one_line
@@ -63,8 +63,7 @@ def one_cause() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_engine_process = multiprocessing.current_process().name.startswith("EngineCore")
-        if not is_engine_process or multiprocessing.parent_process() is None:
+        if not is_engine_process():
             raise
         reason = one_line(error)
         leave_last_word(reason)
@@ -94,6 +93,7 @@ class Executor(VllmExecutor):
         :meth:`.Pipeline.load`."""
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
+        from sipipe.engine.children.forking import fork_of_engines
         from sipipe.engine.hosts.remote import meet
         from sipipe.engine.pipeline import Pipeline
         from sipipe.engine.self_test.self_test import SelfTest
@@ -110,6 +110,7 @@ class Executor(VllmExecutor):
         load_adapters_first()
         self._placement = self._place_by_ray()
         """Ray's placement, whose actors live as long as it does; None without Ray."""
+        fork_of_engines()
         self._setup = decide(self.vllm_config)
         if self._setup.vllm_config.announced:
             # Where vLLM has forked this process, it has the filters already.

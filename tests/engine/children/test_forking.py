@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from benchmarks.make_model.checkpoint import make_model
+from tests.engine.engines import engine_environment
+
 from sipipe import layer_names
 from sipipe.cores import Core, plan_cores
 from sipipe.engine.children import forking
@@ -211,6 +214,101 @@ def test_vllms_server_forks_but_for_the_users_own(more, thread, forks):
         asked.append("thread")
     done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
     assert done.stdout == (f"forks {more | {'LD_PRELOAD': ''}}\n" if forks else "")
+
+
+SPAWN = """
+import multiprocessing, os, sys, threading
+
+def engine(thread):
+    from sipipe.engine.children import forking
+    forking._fork_from_here = lambda loaded: print("forks", loaded, flush=True)
+    if thread:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    forking.fork_of_engines()
+    os._exit(0)  # past the thread
+
+if __name__ == "__main__":
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # as vLLM's CPU platform does
+    name, thread = sys.argv[1:]
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(name=name, target=engine, args=(thread == "thread",))
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "thread", "forks"),
+    [
+        ("EngineCore", {}, "", True),
+        ("EngineCore_DP1", {"OMP_NUM_THREADS": "8"}, "", True),
+        (
+            "EngineCore",
+            {},
+            "thread",
+            False,
+        ),  # the user's main module, which is run anew, started it
+        ("EngineCore", {forking.METHOD: "spawn"}, "", False),
+        ("EngineCore", {"LD_PRELOAD": "libiomp5.so"}, "", False),
+        ("Process-1", {}, "", False),  # not vLLM's
+    ],
+)
+def test_an_engine_that_python_spawned_forks_but_for_the_users_own(
+    tmp_path, name, more, thread, forks
+):
+    left_out = ("LD_PRELOAD", "OMP_", "GOMP_", "KMP_", forking.METHOD)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
+    script = tmp_path / "script.py"
+    script.write_text(SPAWN)
+    asked = [sys.executable, str(script), name, thread]
+    done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
+    assert done.stdout == (f"forks {more | {'LD_PRELOAD': ''}}\n" if forks else "")
+
+
+TELLS = """
+import os
+import sys
+
+class Told:
+    def started_as(self):
+        return sys.orig_argv
+
+if __name__ == "__main__":
+    from vllm import LLM
+
+    # A core for each stage: one thread needs nothing of OpenMP.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    llm = LLM(
+        sys.argv[1],
+        distributed_executor_backend="sipipe.Executor",
+        pipeline_parallel_size=2,
+        worker_extension_cls="script.Told",
+        enforce_eager=True,
+        max_model_len=256,
+    )
+    print("TOLD", ["sipipe.worker" in words for words in llm.collective_rpc("started_as")])
+    print(llm.generate("Paris", use_tqdm=False)[0].outputs[0].token_ids and "GENERATED")
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["", "spawn"])
+def test_workers_of_a_script_are_forks_of_its_engine(models, tmp_path, method):
+    (tmp_path / "script.py").write_text(TELLS)
+    environment = engine_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment.pop(forking.METHOD, None)
+    environment |= {forking.METHOD: method} if method else {}
+    path = make_model("llama", models / "llama")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"TOLD {[bool(method)] * 2}" in done.stdout, done.stdout + done.stderr
+    assert "GENERATED" in done.stdout
 
 
 LOOK = """

@@ -6,8 +6,9 @@ one after the other. Forked from one another, they share it.
 OpenMP reads once, when it is loaded, how many threads there are, where they run and how they wait.
 One thread needs none of it. For more threads the server of ``sipipe serve`` loads it as workers
 need it, by the plan of cores that its command line gives (:func:`importing`). A worker that needs
-it otherwise (:func:`may_fork`) is a new interpreter. So are all on GPUs, and all in Python, where
-the process that would fork is the user's.
+it otherwise (:func:`may_fork`) is a new interpreter. So are all on GPUs. In Python the engine's
+process is a new interpreter too, since what would be forked is the user's process, with all that
+may run in it; the engine's process is vLLM's own, and forks its workers (:func:`fork_of_engines`).
 
 Who runs here
     The main threads of the server and of the engine, which compute nothing before they fork, since
@@ -35,6 +36,7 @@ from sipipe import layer_names
 from sipipe.config import SiPipeConfig
 from sipipe.core_binding import bind_threads
 from sipipe.cores import CorePlan, degrees, plan_cores, share_of, this_machine
+from sipipe.engine.engine_process import is_engine_process
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
 from sipipe.ipc.starter import STARTER
@@ -71,7 +73,7 @@ def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> It
         node: this host's number; hosts but the first have no command line of their own.
     """
     has_hosts = node or "hosts" in settings or any(word.endswith("ray") for word in argv)
-    forks = not has_hosts and "torch" not in sys.modules and _may_begin(METHOD in os.environ)
+    forks = not has_hosts and "torch" not in sys.modules and _may_begin(os.environ)
     parallel = degrees(argv) if forks else None
     needed = _needed(parallel, settings) if parallel is not None else {}
     before = {name: os.environ.get(name) for name in needed}
@@ -100,25 +102,53 @@ def fork_of_vllms() -> None:
     before it has done anything else."""
     # The environment in which the process started: vLLM's command sets the method where the user has
     # not.
-    named = METHOD in Path("/proc/self/environ").read_text(errors="replace")
-    if _loaded is None and _has_no_other_threads() and _may_begin(named):
+    if _loaded is None and _has_no_other_threads() and _may_begin(_environment_of("self")):
         # The collector would write to each object that it visits, and so copy pages of the forks.
         gc.freeze()
         _find_title()
         _fork_from_here(_read_when_loaded())
 
 
-def _may_begin(named: bool) -> bool:
-    """True if this process may load OpenMP for workers: vLLM computes on CPUs, the user has ``named``
-    no method, and preloads no OpenMP of their own."""
+def fork_of_engines() -> None:
+    """Have an engine's process that vLLM has spawned, as ``LLM(...)`` does, fork its workers; called
+    before it starts any."""
+    if not is_engine_process():
+        return
+    try:
+        # Of this process's own vLLM has set the method, and what is to be preloaded.
+        environment = _environment_of(str(os.getppid()))
+    except OSError:  # the user's process has ended, or is not to be read
+        return
+    if _loaded is None and _has_no_other_threads() and _may_begin(environment):
+        gc.freeze()
+        _find_title()
+        _fork_from_here(_read_when_loaded())
+
+
+def _environment_of(process: str) -> dict[str, str]:
+    """The variables with which a process started. Raises OSError: it cannot be read."""
+    words = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    return dict(word.partition("=")[::2] for word in words if word)
+
+
+def _may_begin(environment: Mapping[str, str]) -> bool:
+    """True if this process may load OpenMP for workers: vLLM computes on CPUs, and in the user's
+    ``environment`` no method is named, and no other OpenMP preloaded."""
     vllm = installed_vllm()
-    preloads = os.environ.get("LD_PRELOAD", "")
-    return not named and vllm is not None and vllm.device == "cpu" and "omp" not in preloads
+    chosen = METHOD in environment or "omp" in environment.get("LD_PRELOAD", "")
+    return not chosen and vllm is not None and vllm.device == "cpu"
 
 
 def _read_when_loaded() -> dict[str, str]:
     """Variables that OpenMP reads if it is loaded now, and libraries that are loaded already."""
-    return _read(os.environ) | {"LD_PRELOAD": os.environ.get("LD_PRELOAD", "")}
+    return _read(os.environ) | {"LD_PRELOAD": _preloads(os.environ)}
+
+
+def _preloads(environment: Mapping[str, str]) -> str:
+    """Libraries that a process with ``environment`` preloads, but for the libgomp that torch brings: vLLM
+    has its processes preload it, and where torch is loaded it is loaded already."""
+    names = environment.get("LD_PRELOAD", "").split(":")
+    return ":".join(name for name in names if "libgomp" not in name)
 
 
 def _fork_from_here(loaded: dict[str, str]) -> None:
@@ -197,13 +227,10 @@ def may_fork(environment: Mapping[str, str]) -> bool:
     # LMCache imports.
     if "llvmlite.binding.ffi" in sys.modules:
         return False
-    # vLLM has workers preload the libgomp that torch brings. Here it is loaded already.
-    preloads = environment.get("LD_PRELOAD", "").split(":")
-    preloads = [name for name in preloads if "libgomp" not in name]
     variables = _read(environment)
     if variables == ONE_THREAD:  # a worker with one thread fits whatever OpenMP has read
         variables = _read(_loaded)
-    return variables | {"LD_PRELOAD": ":".join(preloads)} == _loaded
+    return variables | {"LD_PRELOAD": _preloads(environment)} == _loaded
 
 
 def _has_no_other_threads() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from vllm.utils.import_utils import import_pynvml
 from sipipe.config import CorePlacement, SiPipeConfig
 from sipipe.core_binding import run_soon
 from sipipe.cores import CorePlan
+from sipipe.engine.engine_process import is_engine_process
 from sipipe.engine.iteration.logits_room import rows_needed
 from sipipe.engine.layers.decoder import Decoder
 from sipipe.engine.layers.vocabulary import Vocabulary
@@ -213,7 +213,7 @@ class Setup:
 
         Called when all other processes run, because they would inherit the binding. An engine inside
         the user's process is left alone."""
-        if not multiprocessing.current_process().name.startswith("EngineCore"):
+        if not is_engine_process():
             return
         run_soon()
         # Cores that others share are not the scheduler's to be bound to, unless the user says so.
