@@ -219,48 +219,44 @@ def test_vllms_server_forks_but_for_the_users_own(more, thread, forks):
 SPAWN = """
 import multiprocessing, os, sys, threading
 
-def engine(thread):
+def engine(thread, stages):
     from sipipe.engine.children import forking
     forking._fork_from_here = lambda loaded: print("forks", loaded, flush=True)
     if thread:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    forking.fork_of_engines()
+    forking.fork_of_engines(stages)
     os._exit(0)  # past the thread
 
 if __name__ == "__main__":
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # as vLLM's CPU platform does
-    name, thread = sys.argv[1:]
+    name, thread, stages = sys.argv[1:]
     spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(name=name, target=engine, args=(thread == "thread",))
+    child = spawn.Process(name=name, target=engine, args=(thread == "thread", int(stages)))
     child.start()
     child.join()
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "thread", "forks"),
+    ("name", "more", "thread", "stages", "forks"),
     [
-        ("EngineCore", {}, "", True),
-        ("EngineCore_DP1", {"OMP_NUM_THREADS": "8"}, "", True),
-        (
-            "EngineCore",
-            {},
-            "thread",
-            False,
-        ),  # the user's main module, which is run anew, started it
-        ("EngineCore", {forking.METHOD: "spawn"}, "", False),
-        ("EngineCore", {"LD_PRELOAD": "libiomp5.so"}, "", False),
-        ("Process-1", {}, "", False),  # not vLLM's
+        ("EngineCore", {}, "", 2, True),
+        ("EngineCore_DP1", {"OMP_NUM_THREADS": "8"}, "", 2, True),
+        ("EngineCore", {}, "", 1, False),  # its worker imports vLLM otherwise
+        ("EngineCore", {}, "thread", 2, False),  # of the user's main module, which is run anew
+        ("EngineCore", {forking.METHOD: "spawn"}, "", 2, False),
+        ("EngineCore", {"LD_PRELOAD": "libiomp5.so"}, "", 2, False),
+        ("Process-1", {}, "", 2, False),  # not vLLM's
     ],
 )
 def test_an_engine_that_python_spawned_forks_but_for_the_users_own(
-    tmp_path, name, more, thread, forks
+    tmp_path, name, more, thread, stages, forks
 ):
     left_out = ("LD_PRELOAD", "OMP_", "GOMP_", "KMP_", forking.METHOD)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
-    asked = [sys.executable, str(script), name, thread]
+    asked = [sys.executable, str(script), name, thread, str(stages)]
     done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
     assert done.stdout == (f"forks {more | {'LD_PRELOAD': ''}}\n" if forks else "")
 

@@ -109,10 +109,14 @@ def fork_of_vllms() -> None:
         _fork_from_here(_read_when_loaded())
 
 
-def fork_of_engines() -> None:
+def fork_of_engines(stages: int) -> None:
     """Have an engine's process that vLLM has spawned, as ``LLM(...)`` does, fork its workers; called
-    before it starts any."""
-    if not is_engine_process():
+    before it starts any.
+
+    A worker of one stage imports vLLM with variables of its own (:mod:`sipipe.layer_names`), which saves
+    more later than a fork does now.
+    """
+    if not is_engine_process() or layer_names.variables(stages):
         return
     try:
         # Of this process's own vLLM has set the method, and what is to be preloaded.
