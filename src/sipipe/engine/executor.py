@@ -110,8 +110,8 @@ class Executor(VllmExecutor):
         load_adapters_first()
         self._placement = self._place_by_ray()
         """Ray's placement, whose actors live as long as it does; None without Ray."""
-        fork_of_engines(self.vllm_config.parallel_config.pipeline_parallel_size)
         self._setup = decide(self.vllm_config)
+        fork_of_engines(self._setup.stages)
         if self._setup.vllm_config.announced:
             # Where vLLM has forked this process, it has the filters already.
             shorten()

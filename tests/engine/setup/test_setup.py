@@ -301,6 +301,7 @@ def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
 def make_executor(monkeypatch, decided, pipeline, kv_transfer_config=None):
     """An executor for which everything is ``decided``, whose processes are stood for by ``pipeline``."""
     decided.apply = lambda: None
+    decided.stages = 2
     decided.vllm_config = SimpleNamespace(announced=True)
 
     def make_pipeline(_setup, _hosts, has_failed):
@@ -352,7 +353,7 @@ def test_what_the_user_has_read_in_the_foreground_is_not_said_again(
 ):
     """There it is what the first replica does."""
     logged = []
-    decided = SimpleNamespace(apply=lambda: None, cores=None)
+    decided = SimpleNamespace(apply=lambda: None, cores=None, stages=2)
     decided.vllm_config = SimpleNamespace(announced=announced)
     monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor, "describe_setup", lambda _: ["a", "b"])
@@ -510,6 +511,7 @@ def test_a_users_process_is_not_bound(monkeypatch, name, asked, shared, bound):
     cores = SimpleNamespace(scheduler=(0,), shared=shared)
     config = SiPipeConfig(cores=asked)
     done = []
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     monkeypatch.setattr(multiprocessing.current_process(), "name", name)
     monkeypatch.setattr(setup, "run_soon", lambda: done.append("soon"))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *given: done.append(given))
