@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 
 WEAK = 0.35
 """Factor of what the target's layers add."""
-
-
 LAYERS = 4
 """Layers of a target, unless a test needs more stages."""
 

@@ -258,7 +258,8 @@ def test_an_engine_that_python_spawned_forks_but_for_the_users_own(
     script.write_text(SPAWN)
     asked = [sys.executable, str(script), name, thread, str(stages)]
     done = subprocess.run(asked, env=environment | more, capture_output=True, text=True, check=True)
-    assert done.stdout == (f"forks {more | {'LD_PRELOAD': ''}}\n" if forks else "")
+    loaded = forking.ONE_THREAD | {"LD_PRELOAD": ""}  # whatever OpenMP has read: no others fit
+    assert done.stdout == (f"forks {loaded}\n" if forks else "")
 
 
 TELLS = """

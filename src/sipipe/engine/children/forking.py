@@ -102,11 +102,7 @@ def fork_of_vllms() -> None:
     before it has done anything else."""
     # The environment in which the process started: vLLM's command sets the method where the user has
     # not.
-    if _loaded is None and _has_no_other_threads() and _may_begin(_environment_of("self")):
-        # The collector would write to each object that it visits, and so copy pages of the forks.
-        gc.freeze()
-        _find_title()
-        _fork_from_here(_read_when_loaded())
+    _begin(_environment_of("self"), _read_when_loaded())
 
 
 def fork_of_engines(stages: int) -> None:
@@ -123,10 +119,19 @@ def fork_of_engines(stages: int) -> None:
         environment = _environment_of(str(os.getppid()))
     except OSError:  # the user's process has ended, or is not to be read
         return
+    # Workers with one thread alone: the user's main module, which is run anew here, may have computed
+    # with several, and those of OpenMP are not in a fork.
+    _begin(environment, ONE_THREAD | {"LD_PRELOAD": _preloads(os.environ)})
+
+
+def _begin(environment: Mapping[str, str], loaded: dict[str, str]) -> None:
+    """Fork from now on what fits ``loaded``, unless this process does so already, another thread may hold
+    a lock, or the user's ``environment`` says otherwise."""
     if _loaded is None and _has_no_other_threads() and _may_begin(environment):
+        # The collector would write to each object that it visits, and so copy pages of the forks.
         gc.freeze()
         _find_title()
-        _fork_from_here(_read_when_loaded())
+        _fork_from_here(loaded)
 
 
 def _environment_of(process: str) -> dict[str, str]:
