@@ -300,12 +300,14 @@ def near(answer: object) -> object:
 
 @pytest.mark.timeout(1200)  # with the download
 def test_guidellms_requests_end_well(clients_python, addresses, models, tmp_path):
-    reports = answers_of("guidellm_load", clients_python, addresses, models, tmp_path)
-    ours, stocks = reports
-    assert ours == stocks
-    for report in ours.values():
-        assert report["requests"]["errored"] == 0
-        assert report["requests"]["successful"] == report["requests"]["total"] > 0
+    ours, stocks = answers_of("guidellm_load", clients_python, addresses, models, tmp_path)
+    assert ours.keys() == stocks.keys()
+    for form, report in ours.items():
+        counts = report["requests"]
+        assert counts["errored"] == counts["incomplete"] == 0
+        # How many it reports is GuideLLM's: on a busy machine it left out two of twelve, of stock's.
+        assert counts["successful"] == counts["total"] > 0
+        assert set(report["tokens"]) == set(stocks[form]["tokens"])
 
 
 def text(content: object) -> str:
