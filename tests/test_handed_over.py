@@ -29,6 +29,7 @@ from sipipe.messages.stage_place import StagePlace
 from sipipe.versions import installed_vllm
 from sipipe.worker import device
 from sipipe.worker.hooks.device_sampler import DeviceSampler
+from sipipe.worker.hooks.draft_model import ONE_STAGE
 from sipipe.worker.hooks.preparation import StandInSampler, TokenFeedback
 from sipipe.worker.hooks.world import PipelineStandIn, _SharingGloo
 from tests.test_seams import has
@@ -64,6 +65,9 @@ HANDED = {
         # Collectives across stages, which PipelineStandIn.__getattr__ refuses.
         "send_tensor_dict broadcast_tensor_dict broadcast_object make_sibling_device_group "
         "device_communicator",
+    ),
+    "pipeline group of a draft model": Handed(
+        ONE_STAGE, "model_executor/**/*.py", r"\bget_pp_group\(\)"
     ),
     "handle of what is sent": Handed(
         GROUP.isend_tensor_dict({})[1], "v1/worker/gpu_worker.py", r"\bhandle"

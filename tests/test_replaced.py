@@ -38,7 +38,7 @@ MEANT = {
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config cache_config kv_events_config "
         "enable_prefix_caching num_gpu_blocks num_gpu_blocks_override max_logprobs logprobs_mode "
-        "original_max_model_len pipeline_parallel_size rank _all_stop_token_ids"
+        "original_max_model_len pipeline_parallel_size rank _all_stop_token_ids draft_parallel_config"
     ),
     "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
     "a request of the engine's, before its scheduler sees it": (

@@ -84,6 +84,11 @@ def eagle3(
     return path
 
 
+def draft_model(directory: Path) -> Path:
+    """A model of :func:`target`'s first layer alone, with its embedding and output projection."""
+    return target(directory, layers=1)
+
+
 def mimo(directory: Path) -> Path:
     """A MiMo: a Qwen2 with a layer of its own that predicts the token after the next (MTP)."""
     path = directory / "mimo"

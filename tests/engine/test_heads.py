@@ -55,6 +55,7 @@ def head(models, kind):
         return heads.mimo(models), {"method": "mtp", "num_speculative_tokens": 2}
     layers = 8 if kind.endswith("of eight layers") else heads.LAYERS
     made = {
+        "draft_model": lambda: heads.draft_model(models),
         "eagle of eight layers": lambda: heads.eagle(models),
         "eagle3 of eight layers": lambda: heads.eagle3(models, layers=8),
         "eagle": lambda: heads.eagle(models),
@@ -93,6 +94,9 @@ def long_greedy():
         pytest.param("eagle3 of few tokens", 2, marks=pytest.mark.slow),
         ("eagle3 of the last layer", 2),
         pytest.param("mtp", 1, marks=pytest.mark.slow),
+        ("draft_model", 2),
+        pytest.param("draft_model", 1, marks=pytest.mark.slow),
+        pytest.param("draft_model", 4, marks=pytest.mark.slow),
         pytest.param("eagle of eight layers", 8, marks=pytest.mark.slow),
         pytest.param("eagle3 of eight layers", 8, marks=pytest.mark.slow),
     ],
@@ -140,6 +144,7 @@ def test_a_trained_head_is_taken_as_it_was_trained(models):
         ("eagle", 2),
         pytest.param("eagle3", 4, marks=pytest.mark.slow),
         pytest.param("mtp", 2, marks=pytest.mark.slow),
+        pytest.param("draft_model", 2, marks=pytest.mark.slow),
         pytest.param("eagle", 1, marks=pytest.mark.slow),
     ],
 )
@@ -152,7 +157,10 @@ def test_a_head_changes_no_token(models, kind, pp):
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "kind",
-    ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp"))],
+    [
+        "eagle",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp", "draft_model")),
+    ],
 )
 def test_nor_where_stages_have_other_layers_than_vllms_cut(models, kind):
     """The head is of one stage, and the cut is none of its layers'."""
@@ -179,6 +187,7 @@ def twinned():
         pytest.param("eagle", 1, marks=pytest.mark.slow),
         pytest.param("eagle3", 4, marks=pytest.mark.slow),
         pytest.param("mtp", 2, marks=pytest.mark.slow),
+        pytest.param("draft_model", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_head_changes_no_token_where_vllms_sampler_draws(models, kind, pp):
@@ -188,7 +197,9 @@ def test_a_head_changes_no_token_where_vllms_sampler_draws(models, kind, pp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "pp"), [("eagle", 2), ("eagle3", 4), ("mtp", 2)])
+@pytest.mark.parametrize(
+    ("kind", "pp"), [("eagle", 2), ("eagle3", 4), ("mtp", 2), ("draft_model", 2)]
+)
 def test_drafts_are_as_often_right_where_vllms_sampler_draws(models, kind, pp):
     path, drafts = head(models, kind)
     plain = run_engine(path, long_greedy())
@@ -244,7 +255,7 @@ def test_vllms_own_kernels_interpreted_verify_and_propose(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [SAMPLERS, ON_DEVICE], ids=["samplers", "device"])
-@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "draft_model"])
 def test_nor_where_requests_are_preempted_and_share_blocks(models, kind, place):
     """The number of cached tokens is another with a head (:data:`CACHED`)."""
     path, drafts = head(models, kind)
@@ -255,7 +266,7 @@ def test_nor_where_requests_are_preempted_and_share_blocks(models, kind, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "draft_model"])
 def test_as_many_tokens_are_cached_as_in_stock(models, kind):
     """Of prompts that come a second time, in a cache that has room for all."""
     path, drafts = head(models, kind)
@@ -276,6 +287,7 @@ def test_as_many_tokens_are_cached_as_in_stock(models, kind):
         pytest.param("eagle", ON_DEVICE, id="eagle, device", marks=pytest.mark.slow),
         pytest.param("eagle3", SAMPLERS, id="eagle3, samplers", marks=pytest.mark.slow),
         pytest.param("mtp", SAMPLERS, id="mtp, samplers", marks=pytest.mark.slow),
+        pytest.param("draft_model", SAMPLERS, id="draft_model, samplers", marks=pytest.mark.slow),
     ],
 )
 def test_nor_with_several_ranks_a_stage(models, kind, place):
@@ -301,9 +313,10 @@ def test_nor_where_a_sampler_is_killed(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [SAMPLERS, ON_DEVICE], ids=["samplers", "device"])
-def test_nor_where_others_are_aborted(models, place):
+@pytest.mark.parametrize("kind", ["eagle", "draft_model"])
+def test_nor_where_others_are_aborted(models, kind, place):
     """What they leave behind is another's: the head may not write there any more."""
-    path, drafts = head(models, "eagle")
+    path, drafts = head(models, kind)
     settings = {**place, "pipeline_parallel_size": 2}
     small = {"block_size": 32, "num_gpu_blocks_override": 40}
     asked = greedy(30, shortest=40, longest=60)
@@ -334,7 +347,8 @@ def compiled(directory, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "pp", "tp"), [("eagle", 2, 1), ("eagle3", 2, 1), ("mtp", 1, 1), ("eagle", 2, 2)]
+    ("kind", "pp", "tp"),
+    [("eagle", 2, 1), ("eagle3", 2, 1), ("mtp", 1, 1), ("eagle", 2, 2), ("draft_model", 2, 1)],
 )
 def test_nor_where_stage_and_head_are_compiled(models, tmp_path, kind, pp, tp):
     """The second engine loads what the first compiled, each rank its own: drafts are as often right."""

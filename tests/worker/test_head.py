@@ -5,14 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from sipipe.errors import UnsupportedError
 from sipipe.worker.hooks import head as module
-from sipipe.worker.hooks.head import Head, HeadBatch
+from sipipe.worker.hooks.head import BlockTablesOfBatch, Head, HeadBatch
 
 ROWS, TOKENS, K = 4, 16, 3
 
@@ -114,3 +117,42 @@ def test_an_embedding_that_a_format_cannot_give_is_refused_by_name(monkeypatch, 
             lend()
     else:
         lend()
+
+
+SIZE = 4
+WIDTH = 5
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=4),
+    st.integers(0, 4),
+    st.integers(0, 3),
+)
+def test_no_token_has_a_slot_where_its_request_may_not_write(requests, more, padding):
+    """Behind its last block, a table may have another request's of before."""
+    lengths = [length for length, _ in requests]
+    starts = np.concatenate(([0], np.cumsum([1 + beyond for _, beyond in requests])))
+    tables = torch.arange(100, 100 + len(requests) * WIDTH, dtype=torch.int32).reshape(-1, WIDTH)
+    count, tokens = len(requests), int(starts[-1]) + padding
+    held = BlockTablesOfBatch([SIZE], 40, torch.device("cpu"))
+    batch = SimpleNamespace(
+        num_tokens=1,
+        tables=[tables],
+        slots=torch.zeros(1, 1, dtype=torch.int64),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+    )
+    held.hold(batch, more)
+    at = [length - 1 + place for length, beyond in requests for place in range(beyond + 1)]
+    positions = torch.tensor([*at, *[0] * padding])
+    for out in (None, torch.zeros(1, 40, dtype=torch.int64)):
+        (found,) = held.compute_slot_mappings(
+            torch.arange(count), torch.from_numpy(starts).int(), positions, tokens, out=out
+        ).tolist()
+        for row in range(count):
+            for token in range(starts[row], starts[row + 1]):
+                block = int(tables[row, min(at[token] // SIZE, WIDTH - 1)])
+                slot = block * SIZE + at[token] % SIZE
+                allowed = at[token] < lengths[row] + more
+                assert found[token] == (slot if allowed else PAD_SLOT_ID)
+        assert found[starts[-1] :] == [PAD_SLOT_ID] * padding

@@ -1,6 +1,7 @@
 """The kernels of vLLM's speculators on a CPU beside slow, obvious twins, in vLLM's own calls."""
 
 import copy
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the kernels are vLLM's")
 
+from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator  # noqa: E402
 
 from sipipe.worker.cpu_kernels import drafting  # noqa: E402
@@ -23,12 +25,13 @@ LONGEST = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    """Ours, in vLLM's module, until the last test."""
+    """Ours, in vLLM's modules, until the last test."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in drafting.KERNELS.items():
-            kernel = getattr(speculator, name)
+        for (module, name), function in drafting.KERNELS.items():
+            place = import_module(module)
+            kernel = getattr(place, name)
             if not isinstance(kernel, Launch):
-                patch.setattr(speculator, name, Launch(kernel, function, lambda tensor: tensor))
+                patch.setattr(place, name, Launch(kernel, function, lambda tensor: tensor))
         yield
 
 
@@ -174,3 +177,63 @@ def test_a_step_hands_its_draft_on_unless_it_is_the_last(count, step, advance, s
         assert keys[request] == keys_before[request] + goes_on
     assert torch.equal(out, expected)
     assert torch.equal(following[:count], hidden if goes_on else torch.zeros_like(hidden))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=ROWS),
+    st.integers(0, 999),
+)
+def test_a_draft_model_reads_each_token_and_the_next_one_behind_them(requests, seed):
+    rng = np.random.default_rng(seed)
+    lengths = [length for length, _ in requests]
+    rejected = [min(wrong, length - 1) for length, wrong in requests]
+    count, total = len(lengths), sum(lengths)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    firsts = rng.integers(0, LONGEST, count)
+    rows = torch.from_numpy(rng.permutation(ROWS)[:count])
+    positions = np.concatenate(
+        [np.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
+    )
+    batch = SimpleNamespace(
+        num_reqs=count,
+        num_tokens=total,
+        input_ids=some(rng, total, dtype=torch.int32),
+        positions=torch.from_numpy(positions),
+        idx_mapping=rows,
+        query_start_loc=torch.from_numpy(starts).int(),
+        query_start_loc_np=starts,
+        seq_lens=some(rng, count, most=LONGEST + 1, dtype=torch.int32),
+    )
+    written = buffers(rng, total + ROWS)
+    tokens = some(rng, total + ROWS, dtype=torch.int32)
+    places = some(rng, total + ROWS)
+    last_indices = some(rng, ROWS)
+    drawn = some(rng, ROWS)
+    made = standalone.prepare_prefill_inputs(
+        written,
+        batch,
+        drawn,
+        torch.tensor(rejected),
+        tokens,
+        places,
+        last_indices,
+        ROWS,
+        LONGEST,
+    )
+    assert made == total + count
+    for request in range(count):
+        first, stop = starts[request] + request, starts[request + 1] + request + 1
+        right = lengths[request] - rejected[request]
+        of_target = batch.input_ids[starts[request] : starts[request] + right].tolist()
+        behind = [0] * rejected[request]
+        expected = [*of_target, int(drawn[rows[request]]), *behind]
+        assert tokens[first:stop].tolist() == expected
+        counted = firsts[request] + np.arange(stop - first)
+        assert places[first:stop].tolist() == np.minimum(counted, LONGEST - 1).tolist()
+        assert last_indices[request] == first + right
+    longer = starts + np.arange(count + 1)
+    assert written.query_start_loc.tolist() == [*longer, *[made] * (ROWS - count)]
+    lengths_now = (batch.seq_lens + 1).clamp(max=LONGEST).tolist()
+    assert written.seq_lens.tolist() == [*lengths_now, *[0] * (ROWS - count)]
+    assert last_indices[count:].tolist() == [0] * (ROWS - count)

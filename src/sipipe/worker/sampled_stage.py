@@ -138,10 +138,10 @@ def drafter_of(
     if speculator is None:
         return None
     from sipipe.worker.drafter import Drafter
-    from sipipe.worker.hooks.head import Head
+    from sipipe.worker.hooks.head import head_of_speculator
 
     return Drafter(
-        Head(speculator, around.runner),
+        head_of_speculator(speculator, around.runner),
         around.runner,
         preparation.buffers,
         stage_device=device,

@@ -26,16 +26,24 @@ def drafts(method="ngram", *, by_size=False):
     )
 
 
+def draft_model(*, images=False, states=False):
+    """The parts of a draft model's configuration that are looked at."""
+    return SimpleNamespace(is_multimodal_model=images, has_inner_state=states)
+
+
 def head(*, modules=1, gemma4=False, ranks=1, **changes):
     """A ``--speculative-config`` of a head, as vLLM fills it in."""
     fields = {
-        "method": "mtp",
         "draft_sample_method": "greedy",
         "enable_adaptive_verification": False,
         "parallel_drafting": False,
+        "use_heterogeneous_vocab": False,
+        "draft_model_config": draft_model(),
     }
+    fields |= vars(drafts("mtp")) | changes
     return SimpleNamespace(
-        **{**vars(drafts()), **fields, **changes},
+        **fields,
+        uses_draft_model=lambda: fields["method"] == "draft_model",
         use_multi_module_mtp=lambda: modules > 1,
         use_gemma4_mtp=lambda: gemma4,
         draft_parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
@@ -124,6 +132,17 @@ def vllm_config(**changes):
                 ({"ranks": 2}, {}, '"draft_tensor_parallel_size" 2'),
                 ({"enable_adaptive_verification": True}, {}, ".*enable_adaptive_verification"),
                 ({"parallel_drafting": True}, {}, ".*parallel_drafting"),
+            )
+        ),
+        *(
+            (
+                {"speculative_config": head(method="draft_model", **asked)},
+                f'--speculative-config.*method "draft_model" with {reason}',
+            )
+            for asked, reason in (
+                ({"draft_model_config": draft_model(images=True)}, "a multi-modal draft model"),
+                ({"draft_model_config": draft_model(states=True)}, "a draft model with recurrent"),
+                ({"use_heterogeneous_vocab": True}, ".*use_heterogeneous_vocab"),
             )
         ),
         ({"speculative_config": drafts(by_size=True)}, "--speculative-config.*per_batch_size"),

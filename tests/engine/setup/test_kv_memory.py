@@ -40,6 +40,7 @@ def configuration(model: str, size: int | None = None, **places: str) -> SimpleN
     return SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=size, gpu_memory_utilization=share),
         load_config=SimpleNamespace(load_format="auto", download_dir=places.get("cache")),
+        speculative_config=None,
         model_config=SimpleNamespace(
             model=model,
             revision=None,
@@ -92,6 +93,22 @@ def sparse(file: Path, size: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as opened:
         opened.truncate(size)
+
+
+def test_a_draft_model_takes_room_beside_the_model(tmp_path, monkeypatch):
+    """A head in the model's own files does not."""
+    info = cpu_resource_utils.MemoryNodeInfo(16 * GIB, 10 * GIB)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda _: info)
+    sparse(tmp_path / "model" / "model.safetensors", 4 * GIB)
+    sparse(tmp_path / "draft" / "model.safetensors", 2 * GIB)
+    config = configuration(str(tmp_path / "model"))
+    for name, weights in (("model", 4), ("draft", 6)):
+        drafting = SimpleNamespace(model=str(tmp_path / name), revision=None)
+        config.speculative_config = SimpleNamespace(
+            method="draft_model", draft_model_config=drafting
+        )
+        planned = kv_memory.share_kv_memory(config, [TWO], (16, 16), None)
+        assert planned == pytest.approx(0.4 * (10 - weights) * GIB / 2, abs=MIB)
 
 
 @pytest.mark.parametrize("where", ["directory", "hub's cache", "nowhere"])

@@ -41,7 +41,7 @@ def test_what_is_said_stays():
     assert filled({"num_speculative_tokens": 2}) == {"num_speculative_tokens": 2} | LENGTHS
 
 
-@pytest.mark.parametrize("method", ["draft_model", "dflash", "dspark", "medusa", "ngram_gpu"])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "medusa", "ngram_gpu"])
 def test_other_methods_are_refused_before_their_model_is_looked_for(method):
     for words in ({"config": {"method": method, "model": "nobody/nothing"}}, {"method": method}):
         with pytest.raises(UnsupportedError, match=f'^--speculative-config: .*"{method}"') as error:
@@ -49,7 +49,9 @@ def test_other_methods_are_refused_before_their_model_is_looked_for(method):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "deepseek_mtp", "mimo_mtp"])
+@pytest.mark.parametrize(
+    "method", ["eagle", "eagle3", "mtp", "deepseek_mtp", "mimo_mtp", "draft_model"]
+)
 def test_heads_are_said_as_vllm_spells_them(method):
     config = {"method": method, "model": "a/head", "num_speculative_tokens": 3}
     assert filled(dict(config)) == config

@@ -64,6 +64,17 @@ def test_a_draft_head_takes_layers_from_the_last_stage():
     assert cut_layers(facts, 1, drafts=3) == (facts.layers,)
 
 
+def test_a_draft_model_takes_as_many_layers_as_it_is_large():
+    """One of all its layers: a small one costs the last stage less than a large one does."""
+    facts = load_model("llama-3.1-70b")
+    cuts = [
+        cut_layers(facts, 8, drafts=2, draft_model=load_model(name))
+        for name in ("qwen2.5-0.5b", "llama-3.1-8b")
+    ]
+    assert all(sum(cut) == facts.layers for cut in cuts)
+    assert cuts[0][-1] > cuts[1][-1]
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3.1-8b", "llama-3.1-70b"])
 @pytest.mark.parametrize("allowed", [0.0, 0.1, 0.2])
 def test_where_no_cut_pays_for_a_head_it_is_as_without(name, allowed):

@@ -6,7 +6,7 @@ in its own environment, so that nothing is left in the process that holds the en
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypedDict
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -24,7 +24,7 @@ from sipipe.engine.layers.cut import (
     nearest_even,
     speed_up,
 )
-from sipipe.engine.layers.decoder import Decoder
+from sipipe.engine.layers.decoder import Decoder, facts_of
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.setup.draft_head import head_of
 from sipipe.engine.setup.rank_files import stored_cut
@@ -138,7 +138,7 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
         device=device_kind(),
         kv_loss=kv_loss,
         memory=_memory(vllm_config),
-        drafts=head_drafts(vllm_config),
+        **_drafting(vllm_config),
     )
 
 
@@ -164,10 +164,22 @@ def cut_for_times(
     )
 
 
-def head_drafts(vllm_config: VllmConfig) -> int:
-    """Drafts that a head on the last stage makes of each request in a pass; 0 without one."""
+class _Drafting(TypedDict):
+    """Drafts and who makes them, as :func:`.cut_layers` takes them."""
+
+    drafts: int
+    draft_model: ModelFacts | None
+
+
+def _drafting(vllm_config: VllmConfig) -> _Drafting:
+    """Drafts that the last stage makes of each request in a pass, 0 without a head there."""
     speculative = head_of(vllm_config)
-    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+    if speculative is None:
+        return _Drafting(drafts=0, draft_model=None)
+    model = None
+    if speculative.uses_draft_model():
+        model = facts_of(speculative.draft_model_config)
+    return _Drafting(drafts=int(speculative.num_speculative_tokens), draft_model=model)
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
@@ -214,8 +226,8 @@ def describe_layers(
     if free and facts is not None:
         best = _cut(vllm_config, facts, 1.0)
         if best != layers:
-            drafts = head_drafts(vllm_config)
-            gain = speed_up(facts, layers, best, tp, device=device_kind(), drafts=drafts)
+            drafting = _drafting(vllm_config)
+            gain = speed_up(facts, layers, best, tp, device=device_kind(), **drafting)
             remarks.append(
                 f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
                 f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'

@@ -49,6 +49,7 @@ def cut_layers(
     kv_loss: float = 1.0,
     memory: float = math.inf,
     drafts: int = 0,
+    draft_model: ModelFacts | None = None,
 ) -> Cut:
     """Cut the layers so that the slowest stage is as quick as possible. The even cut stays where that
     is not at least 5 % quicker. Layers that have to be on one stage stay together; the even cut is then
@@ -63,14 +64,15 @@ def cut_layers(
         memory: bytes of a rank for weights and KV cache, as :func:`kv_lost` takes them.
         drafts: drafts that a head on the last stage makes of each request in a pass. Where no cut that
             counts the head pays, the cut is the one without: with many requests few drafts are made.
+        draft_model: sizes of the model that makes them; None: a head of one layer makes them.
     """
-    costs, projection = _costs(facts, t, device, drafts)
+    costs, projection = _costs(facts, t, device, drafts, draft_model)
     even = nearest_even(facts.layers, p, boundaries(facts.bonds, facts.layers))
     otherwise = even
     if drafts:
         otherwise = cut_layers(facts, p, t, device=device, kv_loss=kv_loss, memory=memory)
     best = _quickest(facts, costs, [1.0] * p, projection, t=t, kv_loss=kv_loss, memory=memory)
-    quicker = speed_up(facts, even, best, t, device=device, drafts=drafts)
+    quicker = speed_up(facts, even, best, t, device=device, drafts=drafts, draft_model=draft_model)
     return best if pays(quicker) else otherwise
 
 
@@ -127,10 +129,11 @@ def speed_up(
     *,
     device: Device = "gpu",
     drafts: int = 0,
+    draft_model: ModelFacts | None = None,
 ) -> float:
     """Time of the slowest stage with layers ``before``, as a multiple of that with ``after``;
-    ``drafts`` as in :func:`cut_layers`."""
-    costs, projection = _costs(facts, t, device, drafts)
+    ``drafts`` and ``draft_model`` as in :func:`cut_layers`."""
+    costs, projection = _costs(facts, t, device, drafts, draft_model)
     equal = [1.0] * len(before)
     slowest = _slowest(costs, equal, projection, before)
     return slowest / _slowest(costs, equal, projection, after)
@@ -211,14 +214,28 @@ def fill(times: Sequence[float], projections: Sequence[float]) -> tuple[tuple[fl
     return parts, max(*times, level)
 
 
-def _costs(facts: ModelFacts, t: int, device: Device, drafts: int = 0) -> tuple[list[float], float]:
+def _costs(
+    facts: ModelFacts,
+    t: int,
+    device: Device,
+    drafts: int = 0,
+    draft_model: ModelFacts | None = None,
+) -> tuple[list[float], float]:
     """Costs of each layer, and of what is behind the last one, for a rank, in bytes of weights. Behind it
-    are the projection and, for each draft, a head of one layer like the last and the projection again."""
+    are the projection and, for each draft, the draft model or a head: one layer like the last, and the
+    projection again."""
+    costs, projection = _model_costs(facts, t, device)
+    step = costs[-1] + projection
+    if draft_model is not None:
+        step = sum(*_model_costs(draft_model, t, device))
+    return costs, (projection + drafts * step) * _DECODE_SHARE
+
+
+def _model_costs(facts: ModelFacts, t: int, device: Device) -> tuple[list[float], float]:
+    """Costs of each layer of a model, and of its output projection, as those of :func:`_costs`."""
     layers = range(facts.layers)
     costs = [_layer_bytes(facts, layer) / t + _FIXED_BYTES[device] for layer in layers]
-    projection = facts.embedding_parameters * facts.activation_bytes / t
-    step = costs[-1] + projection
-    return costs, (projection + drafts * step) * _DECODE_SHARE
+    return costs, facts.embedding_parameters * facts.activation_bytes / t
 
 
 def _stage_costs(costs: list[float], layers: Cut) -> list[float]:

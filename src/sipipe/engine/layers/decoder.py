@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from sipipe.engine.layers.bonds import Bond, bonds_of
@@ -39,7 +39,7 @@ def _decoder(vllm_config: VllmConfig) -> Decoder:
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
     bonds = _bonds(vllm_config)
-    facts = _facts(vllm_config)
+    facts = facts_of(model)
     if facts is not None and facts.layers != layers:
         facts = None
     if facts is not None:
@@ -65,10 +65,9 @@ def _fields(config: Any) -> dict[str, Any]:
     return dict(config.to_dict())
 
 
-def _facts(vllm_config: VllmConfig) -> ModelFacts | None:
+def facts_of(model: ModelConfig) -> ModelFacts | None:
     """Sizes of the model's weights. None, with a line in the log, where its configuration does not
     tell them."""
-    model = vllm_config.model_config
     try:
         fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
         # vLLM decides the dtype, whatever the file has.
@@ -76,5 +75,5 @@ def _facts(vllm_config: VllmConfig) -> ModelFacts | None:
         return facts_from_config(fields, name=str(model.model))
     except (ConfigError, UnsupportedError, TypeError) as error:
         # TypeError: a field is no JSON.
-        logger.info("The model's weights are not known: %s", error)
+        logger.info("The weights of %s are not known: %s", model.model, error)
         return None

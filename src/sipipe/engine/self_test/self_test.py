@@ -165,7 +165,7 @@ class SelfTest:
             raise _NotComparedError(f"requests have {self._model.max_model_len} tokens at most")
         if load_format not in FILES:
             raise _NotComparedError(f"its weights are loaded by --load-format {load_format}")
-        weights = weight_bytes(config)
+        weights = weight_bytes(self._model, config.load_config)
         if not weights:
             raise _NotComparedError("its weights are not on this machine yet")
         # Files of 16 bits become twice as large in float32.

@@ -15,7 +15,7 @@ import safetensors
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.tokenizers import TokenizerRegistry
 
 from sipipe.errors import ConfigError
@@ -169,11 +169,9 @@ def _torch_files(folder: Path, load_format: str) -> set[Path]:
     return {file for file in files if not file.name.endswith(NO_WEIGHTS)}
 
 
-def weight_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of the model's files of weights: in a directory, or what the hub's cache has of them. 0
+def weight_bytes(model: ModelConfig, load: LoadConfig) -> int:
+    """Bytes of a model's files of weights: in a directory, or what the hub's cache has of them. 0
     where they are not on this machine yet."""
-    model = vllm_config.model_config
-    load = vllm_config.load_config
     folder = Path(model.model)
     with suppress(OSError, ValueError):  # the cache has nothing of it, or it is no hub's name
         if not folder.exists():

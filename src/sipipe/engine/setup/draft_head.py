@@ -1,4 +1,7 @@
-"""Draft heads on the last stage: which methods have one, and what such a head does not go with."""
+"""Draft heads on the last stage: which methods have one, and what such a head does not go with.
+
+A draft model of its own is hosted like a head: it is vLLM's speculator beside the last stage, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-HEADS = ("eagle", "eagle3", "mtp")
+HEADS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of vLLM's whose drafts a head on the last stage makes (:mod:`sipipe.worker.drafter`)."""
 
 
@@ -25,10 +28,15 @@ def why_no_head(vllm_config: VllmConfig) -> str:
     model = vllm_config.model_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
     head_ranks = speculative.draft_parallel_config.tensor_parallel_size
+    drafting = speculative.draft_model_config
+    of_its_own = speculative.uses_draft_model()
     reasons = {
         "several MTP modules": speculative.use_multi_module_mtp(),
         "Gemma 4's, which reads the target's KV cache": speculative.use_gemma4_mtp(),
         "a multi-modal model": model.is_multimodal_model,
+        "a multi-modal draft model": of_its_own and drafting.is_multimodal_model,
+        "a draft model with recurrent states": of_its_own and drafting.has_inner_state,
+        '"use_heterogeneous_vocab"': speculative.use_heterogeneous_vocab,
         "--enable-lora": vllm_config.lora_config is not None,
         '"draft_sample_method": "probabilistic"': (
             speculative.draft_sample_method == "probabilistic"

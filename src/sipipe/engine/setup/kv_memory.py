@@ -21,6 +21,7 @@ from vllm.utils import cpu_resource_utils
 from sipipe.cores import CorePlan, this_machine
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.setup.checkpoint import weight_bytes
+from sipipe.engine.setup.draft_head import head_of
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.memory import group_limit, group_used
 
@@ -77,12 +78,16 @@ def _weights_of_host(
     layers: tuple[int, ...],
     facts: ModelFacts | None,
 ) -> int:
-    """Bytes of the weights that the stages of this host load, in all replicas. Where the model's
-    configuration does not tell their sizes, those of its files count."""
+    """Bytes of the weights that the stages of this host load, in all replicas, with those of a draft
+    model. Where the model's configuration does not tell their sizes, those of its files count."""
+    load = vllm_config.load_config
     if facts is None:
-        weights = weight_bytes(vllm_config)
+        weights = weight_bytes(vllm_config.model_config, load)
     else:
         weights = int(facts.parameters * facts.weight_bytes)
+    head = head_of(vllm_config)
+    if head is not None and head.draft_model_config.model != vllm_config.model_config.model:
+        weights += weight_bytes(head.draft_model_config, load)
     stages_here = sum(len(plan.workers) for plan in plans)
     return weights * stages_here // len(layers)
 

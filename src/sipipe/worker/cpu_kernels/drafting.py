@@ -13,7 +13,8 @@ from vllm.triton_utils import HAS_TRITON
 
 from sipipe.worker.cpu_kernels.launch import Launch
 
-MODULE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+HEADS = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+DRAFT_MODELS = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
 
 def prepare_prefill_inputs(
@@ -120,20 +121,64 @@ def update_draft_inputs(
         seq_lens_ptr[:count] = (seq_lens_ptr[:count] + 1).clamp(max=max_model_len)
 
 
-KERNELS: dict[str, Callable[..., None]] = {
-    "_prepare_prefill_inputs_kernel": prepare_prefill_inputs,
-    "_prepare_decode_inputs_kernel": prepare_decode_inputs,
-    "_update_draft_inputs_kernel": update_draft_inputs,
+def prepare_one_more(
+    grid: tuple[int, ...],
+    target_input_ids_ptr: torch.Tensor,
+    target_positions_ptr: torch.Tensor,
+    last_sampled_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    out_input_ids_ptr: torch.Tensor,
+    out_positions_ptr: torch.Tensor,
+    last_token_indices_ptr: torch.Tensor,
+    out_query_start_loc_ptr: torch.Tensor,
+    out_seq_lens_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor,
+    max_num_reqs: int,
+    max_model_len: int,
+) -> None:
+    """Write what a draft model reads of a pass of the target: each request's tokens, but for rejected
+    drafts, and the token that comes next; tokens 0 behind it make it one more than in the pass.
+
+    ``grid`` is B. ``query_start_loc_ptr`` [B + 1], ``seq_lens_ptr`` and ``num_rejected_ptr`` [B],
+    ``last_sampled_ptr`` [R]. Positions and lengths stay within ``max_model_len``, as vLLM's do.
+    """
+    count = grid[0]
+    starts = query_start_loc_ptr[: count + 1].tolist()
+    for request in range(count):
+        first, end = starts[request : request + 2]
+        begin = first + request
+        right = end - first - int(num_rejected_ptr[request])
+        tokens = out_input_ids_ptr[begin : end + request + 1]
+        tokens[:right] = target_input_ids_ptr[first : first + right]
+        tokens[right] = last_sampled_ptr.reshape(-1)[idx_mapping_ptr[request]]
+        tokens[right + 1 :] = 0
+        positions = int(target_positions_ptr[first]) + torch.arange(len(tokens))
+        out_positions_ptr[begin : begin + len(tokens)] = positions.clamp(max=max_model_len - 1)
+        last_token_indices_ptr[request] = begin + right
+        out_query_start_loc_ptr[request] = begin
+    out_query_start_loc_ptr[count : max_num_reqs + 1] = starts[count] + count
+    out_seq_lens_ptr[:count] = (seq_lens_ptr[:count] + 1).clamp(max=max_model_len)
+    out_seq_lens_ptr[count:max_num_reqs] = 0
+    last_token_indices_ptr[count:max_num_reqs] = 0
+
+
+KERNELS: dict[tuple[str, str], Callable[..., None]] = {
+    (HEADS, "_prepare_prefill_inputs_kernel"): prepare_prefill_inputs,
+    (HEADS, "_prepare_decode_inputs_kernel"): prepare_decode_inputs,
+    (HEADS, "_update_draft_inputs_kernel"): update_draft_inputs,
+    (DRAFT_MODELS, "_prepare_prefill_inputs_kernel"): prepare_one_more,
 }
-"""Ours for vLLM's, by its name in :data:`MODULE`; they take tensors."""
+"""Ours for vLLM's, by the module and the name of the one that they replace; they take tensors."""
 
 
 def install() -> None:
     """Set ours in place of vLLM's, in a process that hosts a head; as :func:`.launch.install`."""
     if HAS_TRITON:
         return
-    module = import_module(MODULE)
-    for kernel, function in KERNELS.items():
+    for (name, kernel), function in KERNELS.items():
+        module = import_module(name)
         theirs: Any = getattr(module, kernel)
         if not isinstance(theirs, Launch):
             setattr(module, kernel, Launch(theirs, function, lambda tensor: tensor))

@@ -97,13 +97,17 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
     )
 
     from sipipe.worker.cpu_kernels import drafting
+    from sipipe.worker.hooks.draft_model import HostedDraftModel
 
     if runner.device.type == "cpu":
         drafting.install()
     config = _of_one_stage(runner.vllm_config, speculative)
     with set_current_vllm_config(config), _uncut():
-        speculator = init_speculator(config, runner.device, runner.req_states)
-        if not isinstance(speculator, TargetDependentARSpeculator):
+        if speculative.uses_draft_model():
+            speculator = HostedDraftModel(config, runner.device)
+        else:
+            speculator = init_speculator(config, runner.device, runner.req_states)
+        if not isinstance(speculator, (TargetDependentARSpeculator, HostedDraftModel)):
             raise UnsupportedError(
                 f"--speculative-config: SiPipe does not host vLLM's {type(speculator).__name__}: take "
                 '{"method": "ngram"}, or leave the option out'
@@ -114,7 +118,7 @@ def load_speculator(runner: Any, speculative: Any) -> Any:
                 speculator.load_model(runner.model)
             except (ValueError, KeyError, AttributeError) as error:
                 raise UnsupportedError(
-                    f'--speculative-config: "{speculative.model}" cannot be loaded as a head of method '
+                    f'--speculative-config: "{speculative.model}" cannot be loaded by method '
                     f'"{speculative.method}" for this model: {" ".join(str(error).split())[:200]}'
                 ) from error
     return speculator
@@ -159,10 +163,12 @@ def _of_one_stage(config: VllmConfig, speculative: Any) -> VllmConfig:
     The rank is that among the ranks of the stage. Compiled heads are kept by it, and each has the bounds
     of its part of the vocabulary built in."""
     made = copy.copy(config)
-    made.speculative_config = speculative
     made.parallel_config = copy.copy(config.parallel_config)
     made.parallel_config.pipeline_parallel_size = 1
     made.parallel_config.rank = get_tp_group().rank_in_group
+    made.speculative_config = copy.copy(speculative)
+    made.speculative_config.draft_parallel_config = copy.copy(speculative.draft_parallel_config)
+    made.speculative_config.draft_parallel_config.pipeline_parallel_size = 1
     return made
 
 
@@ -217,7 +223,11 @@ class HeadBatch:
 
 
 class BlockTablesOfBatch:
-    """Block tables in the place of vLLM's: those of one :class:`HeadBatch`, by its rows."""
+    """Block tables in the place of vLLM's: those of one :class:`HeadBatch`, by its rows.
+
+    Invariant: no position has a slot behind those that its request may write to. A table may have
+        another request's blocks there.
+    """
 
     cp_size = 1
     cp_rank = 0
@@ -226,15 +236,19 @@ class BlockTablesOfBatch:
     def __init__(self, block_sizes: Sequence[int], tokens: int, device: Any) -> None:
         """Make room for ``tokens`` tokens; ``block_sizes`` has a group's tokens a block."""
         self._block_sizes = list(block_sizes)
+        self.num_kv_cache_groups = len(self._block_sizes)
         self.slot_mappings = torch.full(
-            (len(self._block_sizes), tokens), PAD_SLOT_ID, dtype=torch.int64, device=device
+            (self.num_kv_cache_groups, tokens), PAD_SLOT_ID, dtype=torch.int64, device=device
         )
         self.input_block_tables: Sequence[torch.Tensor] = ()
+        self._ends = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def hold(self, batch: HeadBatch) -> None:
-        """Be the tables of ``batch`` from now on."""
+    def hold(self, batch: HeadBatch, more: int) -> None:
+        """Be the tables of ``batch`` from now on, whose requests may write to ``more`` positions behind
+        their tokens."""
         self.input_block_tables = batch.tables
         self.slot_mappings[:, : batch.num_tokens] = batch.slots
+        self._ends = batch.seq_lens + more
 
     def compute_slot_mappings(
         self,
@@ -242,22 +256,31 @@ class BlockTablesOfBatch:
         query_start_loc: torch.Tensor,
         positions: torch.Tensor,
         num_tokens: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Slots [G, T] of one token a request, at ``positions``; in place, as vLLM's, which graphs and
-        metadata made before rely on."""
-        count = len(query_start_loc) - 1
-        at = positions[:count]
+        """Slots [G, T] of the requests' tokens at ``positions`` [T], which lie by ``query_start_loc``
+        [B + 1]; in place, as vLLM's, which graphs and metadata made before rely on."""
+        slots = self.slot_mappings if out is None else out
+        at = positions[:num_tokens]
+        places = torch.arange(num_tokens, dtype=query_start_loc.dtype, device=at.device)
+        # Of tokens behind the last request's, which are padding, it is one too many.
+        rows = torch.searchsorted(query_start_loc[1:], places, right=True)
+        owned = rows < len(query_start_loc) - 1
+        rows = rows.clamp(max=len(query_start_loc) - 2)
+        owned &= at < self._ends[rows]
         for group, table in enumerate(self.input_block_tables):
             size = self._block_sizes[group]
             columns = (at // size).clamp(max=table.shape[1] - 1)
-            blocks = table[:count].gather(1, columns[:, None])[:, 0].long()
-            self.slot_mappings[group, :count] = blocks * size + at % size
-        self.slot_mappings[:, count:num_tokens] = PAD_SLOT_ID
-        return self.slot_mappings[:, :num_tokens]
+            blocks = table[rows, columns].long()
+            slots[group, :num_tokens] = torch.where(owned, blocks * size + at % size, PAD_SLOT_ID)
+        return slots[:, :num_tokens]
 
 
 class Head:
-    """vLLM's speculator with its attention set, on batches that are made here."""
+    """vLLM's speculator with its attention set, on batches that are made here.
+
+    It reads each token that the target has together with the one behind it, in the target's places.
+    """
 
     def __init__(self, speculator: Any, runner: Any) -> None:
         self._speculator = speculator
@@ -299,27 +322,11 @@ class Head:
         """
         speculator = self._speculator
         count = batch.num_reqs
-        tokens = batch.num_tokens
         self._following[:count] = following
-        self._tables.hold(batch)
-        buffers = speculator.input_buffers
-        buffers.query_start_loc[: count + 1] = batch.query_start_loc
-        buffers.seq_lens[:count] = batch.seq_lens
-        buffers.positions[:tokens] = batch.positions
+        self._tables.hold(batch, steps)
         longest = int(batch.seq_lens_cpu_upper_bound.max())
-        speculator.draft_max_seq_len = min(longest + steps, speculator.max_model_len)
-        description = BatchExecutionDescriptor(
-            cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=count
-        )
-        metadata = speculator._build_attn_metadata(
-            count,
-            description,
-            batch.query_start_loc_np,
-            batch.seq_lens_cpu_upper_bound,
-            0,
-            slot_mappings=batch.slots,
-        )
-        slots = build_slot_mappings_by_layer(batch.slots, speculator.kv_cache_config)
+        speculator.draft_max_seq_len = min(longest + max(steps, 1), speculator.max_model_len)
+        metadata, slots = self._attention(batch)
         drawing = nullcontext() if steps else patch.object(speculator, "sample_draft", _no_draft)
         with set_current_vllm_config(speculator.vllm_config), drawing:
             drafts: torch.Tensor = speculator.propose(
@@ -337,6 +344,42 @@ class Head:
                 num_speculative_tokens=steps,
             )
         return drafts[:, :steps]
+
+    def _attention(self, batch: HeadBatch) -> tuple[Any, Any]:
+        """Return the attention's metadata and slots of the head's first pass, by layer."""
+        speculator = self._speculator
+        count = batch.num_reqs
+        tokens = batch.num_tokens
+        buffers = speculator.input_buffers
+        buffers.query_start_loc[: count + 1] = batch.query_start_loc
+        buffers.seq_lens[:count] = batch.seq_lens
+        buffers.positions[:tokens] = batch.positions
+        description = BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=count
+        )
+        metadata = speculator._build_attn_metadata(
+            count,
+            description,
+            batch.query_start_loc_np,
+            batch.seq_lens_cpu_upper_bound,
+            0,
+            slot_mappings=batch.slots,
+        )
+        return metadata, build_slot_mappings_by_layer(batch.slots, speculator.kv_cache_config)
+
+
+class DraftModel(Head):
+    """vLLM's speculator of a draft model of its own. It reads what the target has, and the token behind
+    that in a place of its own, and makes its attention itself."""
+
+    def _attention(self, batch: HeadBatch) -> tuple[Any, Any]:  # noqa: ARG002
+        return {}, {}
+
+
+def head_of_speculator(speculator: Any, runner: Any) -> Head:
+    """Make the head that vLLM's ``speculator`` needs, beside the stage of ``runner``."""
+    kind = DraftModel if speculator.speculative_config.uses_draft_model() else Head
+    return kind(speculator, runner)
 
 
 def _no_draft(hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
