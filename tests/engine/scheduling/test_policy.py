@@ -17,9 +17,16 @@ from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, Prices, usual
 
 
-def slot_policy(slots: int, max_tokens: int, first: Prices | None = None, **options) -> SlotPolicy:
-    """All slots open; nothing is measured."""
-    controller = ConcurrencyController(stages=slots, slots=slots, first=first)
+def slot_policy(
+    slots: int,
+    max_tokens: int,
+    first: Prices | None = None,
+    *,
+    stages: int | None = None,
+    **options,
+) -> SlotPolicy:
+    """All slots open, as many as stages; nothing is measured."""
+    controller = ConcurrencyController(stages=stages or slots, slots=slots, first=first)
     settings = MicrobatchSettings(**{"min_sequences": 1} | options)
     return SlotPolicy(slots=slots, max_tokens=max_tokens, controller=controller, settings=settings)
 
@@ -243,6 +250,24 @@ def test_one_stage_gives_the_whole_budget():
     plan = visit(policy, [Sequence("a", 6, True)], pending_prefill=1000)
     assert ids(plan) == {"a"}
     assert plan.prefill.tokens == 99
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_one_stage_computes_prompts_beside_those_that_decode(slots):
+    """A microbatch of prompts alone would keep no other stage busy, and reads the weights once more."""
+    policy = slot_policy(slots, 100, stages=1, min_sequences=100)
+    engine = Engine(policy, 100)
+    engine.submit(250, 50)
+    for left in (150, 50, 0):
+        engine.step()
+        assert sum(request[1] for request in engine.started) == left, "nothing decodes yet"
+    engine.submit(70, 50, count=8)
+    for _ in range(8 * slots):
+        left = sum(request[1] for request in engine.started + engine.waiting)
+        plan = engine.step()
+        computed = left - sum(request[1] for request in engine.started + engine.waiting)
+        assert plan.slot == 0 or not computed
+    assert not engine.started + engine.waiting
 
 
 @pytest.mark.parametrize("slots", [2, 5])

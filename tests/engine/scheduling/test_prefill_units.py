@@ -8,8 +8,8 @@ from sipipe.engine.scheduling.prefill import FINEST, SLOWDOWN, PrefillThrottle
 from sipipe.engine.scheduling.times import Load, Prices, usual
 
 
-def throttle() -> PrefillThrottle:
-    return PrefillThrottle(slots=3, stages=2, max_tokens=512, settings=MicrobatchSettings())
+def throttle(stages: int = 2) -> PrefillThrottle:
+    return PrefillThrottle(slots=3, stages=stages, max_tokens=512, settings=MicrobatchSettings())
 
 
 def allowed(sizer: PrefillThrottle, pending: float, *, measured: bool) -> int:
@@ -50,14 +50,17 @@ def test_nothing_of_before_the_first_measurement_is_compared_with_seconds(before
     arriving=st.integers(1, 1000),
     slots=st.integers(1, 3),
     rows=st.integers(0, 400),
+    stages=st.integers(1, 2),
+    is_open=st.booleans(),
 )
 def test_a_round_with_prompts_is_a_multiple_of_one_without(
-    period, pending, running, arriving, slots, rows
+    period, pending, running, arriving, slots, rows, stages, is_open
 ):
-    """However much is pending, and whether the microbatch is an open slot's or not."""
+    """However much is pending, and whether the microbatch is an open slot's or not. With one stage, open
+    slots' microbatches have the time of all."""
     prices = Prices(fixed=1e-3, row=1e-4, token=1e-5, context=0.0, pair=0.0)
     decodes = Load(batches=1.0, rows=rows)
-    allowance = throttle().allow(
+    allowance = throttle(stages).allow(
         prices,
         pending=pending,
         started=0.0,
@@ -68,8 +71,14 @@ def test_a_round_with_prompts_is_a_multiple_of_one_without(
         slots=slots,
         measured=True,
         period=period,
+        is_open=is_open,
     )
-    most = period * (1 + SLOWDOWN * (running + arriving - 1) / running) / 3 - prices.of(decodes)
+    carriers = slots if stages == 1 else 3
+    if stages == 1 and not is_open:
+        assert allowance.chunk(0, 10**6) == 0
+        return
+    bound = period * (1 + SLOWDOWN * (running + arriving - 1) / running)
+    most = bound / carriers - prices.of(decodes)
     # What is taken without regard to time: a least chunk, and the end of a prompt.
     chunk = allowance.chunk(0, 10**6)
     assert prices.chunk(0, chunk) <= max(most, prices.chunk(0, FINEST)) + prices.token

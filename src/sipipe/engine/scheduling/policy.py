@@ -187,6 +187,7 @@ class SlotPolicy:
             slots=self._active,
             measured=self.controller.measured,
             period=self.controller.alone(len(self.slot_of)) if pending_prefill > 0 else 0.0,
+            is_open=slot < self._active,
         )
         return Plan(slot=slot, decode=ready, prefill=prefill)
 

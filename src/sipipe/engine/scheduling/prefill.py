@@ -19,6 +19,8 @@ seconds of :mod:`sipipe.engine.scheduling.times`:
 - ``tpot_target_ms`` bounds what decoding sequences are delayed by. Without it, a round of all
   microbatches takes at most 1 + :data:`SLOWDOWN` times as long with prompts as its decodes take
   alone; longer, the more requests arrive for each that decodes, since each of those waits too.
+- One stage has no other that a microbatch of prompts alone would keep busy. It only reads the weights
+  once more: so prompts are computed beside the sequences that decode, in half as many, larger chunks.
 - As the KV cache runs out, no prompt starts: decoding sequences can grow without preemption.
 """
 
@@ -176,6 +178,7 @@ class PrefillThrottle:
         slots: int,
         measured: bool,
         period: float = 0.0,
+        is_open: bool = True,
     ) -> Allowance:
         """The time and the tokens that prompts may take at this visit.
 
@@ -189,12 +192,15 @@ class PrefillThrottle:
             slots: Slots that are open, 1 to m; with one there is nothing to keep even.
             measured: True if prices are seconds.
             period: Seconds of a round with the decodes alone; 0 where that is not known.
+            is_open: True if the visited slot is open: its sequences may decode.
         """
         if measured != self._measured:  # the unit has changed
             self._others.clear()
         self._measured = measured
         starts = not running or kv_free >= self._settings.kv_reserve
         pending = pending if starts else started
+        if self._stages == 1 and running and not is_open:
+            pending = 0.0
         decoding = prices.of(decodes)
         seconds = 0.0
         # A closed slot's visits carry prompts that delay no decoding sequence: fewer, larger chunks.
@@ -208,7 +214,7 @@ class PrefillThrottle:
             )
             if running and measured:
                 share = running / (running + max(0, arriving - 1))
-                bearable = self._target(period, share) / self._slots - decoding
+                bearable = self._target(period, share) / self._carriers(slots) - decoding
                 if math.isfinite(bearable):
                     # The finest chunk's time, too, has to be borne; behind a long prefix it is long.
                     seconds = min(max(seconds, finest * prices.token), bearable)
@@ -225,6 +231,10 @@ class PrefillThrottle:
             starts=starts,
             slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
         )
+
+    def _carriers(self, slots: int) -> int:
+        """Microbatches of a round that carry prompts, of which ``slots`` decode."""
+        return slots if self._stages == 1 else self._slots
 
     def _target(self, period: float, share: float) -> float:
         """Seconds that a round of all microbatches, closed slots' too, may take with prompts.
