@@ -124,7 +124,7 @@ def in_all_rounds(load: Load, most: int) -> bool:
     return not load.rate and load.requests == min(max(AT_ONCE[kind]), most)
 
 
-def server(model: str, row: str, int8: str) -> dict[str, Any]:
+def server(model: str, row: str, int8: str = "") -> dict[str, Any]:
     """What starts one row's server; all serve ``model`` by its name."""
     served = int8 if row.endswith(INT8) else model
     words = [served, "--served-model-name", model, "--max-model-len", "2048"]
