@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,31 @@ def test_peers_are_compared_with_sipipes_one_stage():
         ("llama.cpp", 0.625),
         ("OpenVINO", 1.25),
     ]
+
+
+def test_peers_are_asked_from_the_command_to_the_result(monkeypatch):
+    """All but what answers, which is a stand-in."""
+    kept = []
+    started = []
+
+    def answer(servers, model, loads, **_):
+        started.append({name: job["command"] for name, job in servers.items()})
+        return {load.name: {name: [figures(80)] for name in servers} for load in loads}
+
+    monkeypatch.setattr(peers, "converted", lambda _: Path("model.gguf"))
+    monkeypatch.setattr(peers, "llama_cpp", lambda *_: {"command": ["llama"], "env": {}, "url": ""})
+    monkeypatch.setattr(peers, "openvino", lambda _, settings: [100.0] * len(settings))
+    monkeypatch.setattr(peers, "answered", answer)
+    monkeypatch.setattr(peers, "report", lambda *of, **_: kept.append(of))
+    monkeypatch.setattr("sys.argv", ["peers", "MODEL"])
+    peers.main()
+    (reported,) = kept
+    _, _, rows = reported
+    assert {row["engine"] for row in rows} == {"sipipe-one", "stock-one", "llama.cpp", "OpenVINO"}
+    assert len(rows) == 4 * len(peers.SETTINGS)
+    first, second = started
+    assert list(first) == list(second)[::-1], "the next ones start in the other order"
+    assert "MODEL" in first["sipipe-one"]
 
 
 def test_a_peer_that_is_there_is_not_built_again(tmp_path, monkeypatch):
