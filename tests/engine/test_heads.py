@@ -388,18 +388,20 @@ SERVED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("door", "replicas", "draws"),
+    ("kind", "door", "replicas", "draws"),
     [
-        ("sipipe", 1, "samplers"),
-        ("vllm", 1, "samplers"),
-        ("sipipe", 2, "samplers"),
-        ("sipipe", 1, "device"),
-        ("vllm", 1, "device"),
-        ("sipipe", 2, "device"),
+        ("eagle", "sipipe", 1, "samplers"),
+        ("eagle", "vllm", 1, "samplers"),
+        ("eagle", "sipipe", 2, "samplers"),
+        ("eagle", "sipipe", 1, "device"),
+        ("eagle", "vllm", 1, "device"),
+        ("eagle", "sipipe", 2, "device"),
+        ("draft_model", "sipipe", 1, "samplers"),
+        ("draft_model", "vllm", 1, "samplers"),
     ],
 )
-def test_nor_where_they_are_served(models, tmp_path, door, replicas, draws):
-    path, drafts = head(models, "eagle")
+def test_nor_where_they_are_served(models, tmp_path, kind, door, replicas, draws):
+    path, drafts = head(models, kind)
     asked = long_greedy()
     expected = tokens(run_engine(path, asked)[0])
     options = [*words(SERVED), "--speculative-config", json.dumps(drafts)]

@@ -8,6 +8,9 @@ It reads no hidden states. Of each request it reads the tokens that the target h
 drawn behind them: one token a request more than the target's pass had.
 
 Who runs here: whoever follows BIC-I, while the stage is loaded; the device thread.
+Relies on: nobody else asks for the pipeline's group while a draft model runs, since all threads of the
+    process see the group of one stage then. vLLM's worker asks in each pass, by the device thread, too. What
+    prepares inputs and publishes tokens reads what the runner noted when it was made.
 """
 
 from __future__ import annotations
