@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from benchmarks.make_model.checkpoint import draw, make_model
 from safetensors.torch import load_file, save_file
+from tests.engine.tiny_models import make_blip2
 
 WEAK = 0.35
 """Factor of what the target's layers add."""
@@ -81,6 +82,17 @@ def eagle3(
         weights["lm_head.weight"] = head
         config["architectures"] = ["LlamaForCausalLMEagle3"]
         _write(path, config, weights)
+    return path
+
+
+def blip2(directory: Path) -> Path:
+    """A BLIP-2 whose text is :func:`target`'s. The token that stands for an image is none of the text's
+    vocabulary: a head knows none of that number."""
+    path = directory / "blip2-weak"
+    if not path.exists():
+        scratch = directory / "blip2-scratch"
+        make_blip2(scratch, text=target(directory))
+        scratch.rename(path)
     return path
 
 

@@ -15,6 +15,7 @@ from tests.engine.engines import (
     greedy,
     prompts,
     run_engine,
+    same_tokens,
     take_engine,
     tokens,
     with_comparable_texts,
@@ -115,6 +116,42 @@ def test_greedy_tokens_are_stocks_and_drafts_as_often_right(models, kind, pp):
     assert said == expected
     assert 0 < counted[OFFERED] <= by_stock[OFFERED], (counted, by_stock)
     assert is_as_often_right(counted, by_stock), (counted, by_stock)
+
+
+def with_images(count):
+    """Prompts of which three in four have an image before them, some of them the same."""
+    texts = prompts(count, longest=60)
+    seeing = [{"tokens": p, "image": i // 2} for i, p in enumerate(texts[: count * 3 // 4])]
+    return [*seeing, *texts[len(seeing) :]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "pp", "settings"),
+    [
+        ("eagle", 2, SAMPLERS),
+        ("eagle", 1, SAMPLERS),
+        ("draft_model", 2, SAMPLERS),
+        ("eagle", 2, ON_DEVICE),
+        ("eagle", 1, ON_DEVICE),
+    ],
+    ids=["eagle", "eagle at one stage", "draft model", "eagle off", "eagle at one stage, off"],
+)
+def test_a_head_of_a_model_that_sees(models, kind, pp, settings):
+    """It reads the tokens that stand for an image, which is all that vLLM's own heads of later stages
+    have. Their number may be none of its vocabulary; and penalties count what is in the prompt."""
+    _, drafts = head(models, kind)
+    path = heads.blip2(models)
+    sees = {"limit_mm_per_prompt": {"image": 1}}
+    asked = [{"prompts": with_images(12), "params": greedy(12, shortest=20, longest=60)}]
+    plain, by_stock = run(path, asked, speculative_config=drafts, **sees)
+    stages = {**settings, **sees, "pipeline_parallel_size": pp}
+    found, counted = run(path, asked, speculative_config=drafts, **stages)
+    same_tokens(found, plain)
+    assert is_as_often_right(counted, by_stock), (counted, by_stock)
+    params = twinned()[0]["params"]
+    every = [{"prompts": with_images(len(params)), "params": params}]
+    with_and_without(path, every, drafts, **stages)
 
 
 @pytest.mark.slow

@@ -48,8 +48,12 @@ def random_model(make: Callable, config: Any) -> Any:
     return model
 
 
-def make_blip2(path: Path) -> None:
-    """BLIP-2's encoder before Llama's layers. vLLM puts an image's tokens before the prompt's."""
+def make_blip2(path: Path, text: Path | None = None) -> None:
+    """BLIP-2's encoder before Llama's layers. vLLM puts an image's tokens before the prompt's.
+
+    Args:
+        text: the checkpoint of those layers, of :data:`VOCABULARY`; None: random ones.
+    """
     from transformers import (
         Blip2Config,
         Blip2ForConditionalGeneration,
@@ -58,6 +62,7 @@ def make_blip2(path: Path) -> None:
         Blip2VisionConfig,
         BlipImageProcessorPil,
         LlamaConfig,
+        LlamaForCausalLM,
         PreTrainedTokenizerFast,
     )
 
@@ -65,6 +70,9 @@ def make_blip2(path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokenizer.add_tokens(["<image>"])
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    words = LlamaConfig(architectures=["LlamaForCausalLM"], vocab_size=1024, **TEXT)
+    if text is not None:
+        words = LlamaConfig.from_pretrained(text)
     config = Blip2Config(
         vision_config=Blip2VisionConfig(
             **small, num_hidden_layers=2, image_size=SIDE, patch_size=SIDE // 2
@@ -72,11 +80,14 @@ def make_blip2(path: Path) -> None:
         qformer_config=Blip2QFormerConfig(
             **small, num_hidden_layers=2, encoder_hidden_size=64, vocab_size=1024
         ),
-        text_config=LlamaConfig(architectures=["LlamaForCausalLM"], vocab_size=1024, **TEXT),
+        text_config=words,
         num_query_tokens=4,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
     )
-    random_model(Blip2ForConditionalGeneration, config).save_pretrained(path)
+    model = random_model(Blip2ForConditionalGeneration, config)
+    if text is not None:
+        model.language_model = LlamaForCausalLM.from_pretrained(text)
+    model.float().save_pretrained(path)
     pixels = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     Blip2Processor(pixels, tokenizer, num_query_tokens=4).save_pretrained(path)
 

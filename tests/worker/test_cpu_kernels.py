@@ -1,6 +1,7 @@
 """The kernels of vLLM's second runner on a CPU beside slow, obvious twins, in vLLM's own calls."""
 
 import inspect
+import math
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -338,3 +339,10 @@ def test_log_probabilities_and_ranks_of_a_prompts_tokens(dtype):
         return found.logprobs, found.selected_token_ranks
 
     both(score)
+
+
+def test_what_stands_for_an_image_is_as_unlikely_as_can_be():
+    """Its number may be none of the vocabulary's, where vLLM's kernel reads behind the row."""
+    found = logprob.compute_topk_scores(torch.zeros(2, 40), 1, torch.tensor([3, 40]))
+    assert found.logprobs[:, 0].tolist() == [pytest.approx(-math.log(40)), -math.inf]
+    assert found.selected_token_ranks.tolist() == [40, 40]

@@ -18,6 +18,7 @@ from sipipe.worker.hooks import head as module
 from sipipe.worker.hooks.head import BlockTablesOfBatch, Head, HeadBatch
 
 ROWS, TOKENS, K = 4, 16, 3
+VOCABULARY = 4
 
 
 class Speculator:
@@ -25,6 +26,7 @@ class Speculator:
 
     num_speculative_steps = K
     max_model_len = 64
+    vocab_size = VOCABULARY
     vllm_config = VllmConfig()
     kv_cache_config = None
 
@@ -36,6 +38,7 @@ class Speculator:
         )
         self.draft_tokens = torch.zeros(ROWS, K, dtype=torch.int64)
         self.drawn = 0
+        self.read = []
 
     def _build_attn_metadata(self, *_args, **_kwargs):
         return {}
@@ -44,8 +47,21 @@ class Speculator:
         self.drawn += 1
         return torch.full((len(hidden),), 7)
 
-    def propose(self, batch, _metadata, _slots, hidden, *_, num_speculative_tokens):
+    def propose(
+        self,
+        batch,
+        _metadata,
+        _slots,
+        hidden,
+        _taps,
+        _drawn,
+        _rejected,
+        following,
+        *_,
+        num_speculative_tokens,
+    ):
         count = batch.num_reqs
+        self.read = [*batch.input_ids.tolist(), *following[:count].tolist()]
         self.draft_tokens[:count, 0] = self.sample_draft(hidden[:count])
         if not num_speculative_tokens:
             self.draft_tokens[:count].fill_(-1)
@@ -86,9 +102,10 @@ def test_a_head_that_only_reads_multiplies_by_no_projection(monkeypatch, steps):
         None,
         drawn=none,
         rejected=none,
-        following=torch.zeros(2, dtype=torch.int64),
+        following=torch.tensor([VOCABULARY + 8, 1]),
         steps=steps,
     )
+    assert speculator.read == [0, 1, 2, 3, 3, 3, 1], "an image's number may be none of its tokens"
     assert drafts.shape == (2, steps)
     assert speculator.drawn == bool(steps)
     assert speculator.sample_draft(torch.zeros(1, 8)).tolist() == [7], "it is its own again"

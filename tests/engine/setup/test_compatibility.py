@@ -126,7 +126,6 @@ def vllm_config(**changes):
             for asked, changes, reason in (
                 ({"modules": 2}, {}, "several MTP modules"),
                 ({"gemma4": True}, {}, "Gemma 4's"),
-                ({}, {"model_config__is_multimodal_model": True}, "a multi-modal model"),
                 ({}, {"lora_config": object()}, "--enable-lora"),
                 ({"draft_sample_method": "probabilistic"}, {}, ".*probabilistic"),
                 ({"ranks": 2}, {}, '"draft_tensor_parallel_size" 2'),

@@ -25,7 +25,6 @@ def why_no_head(vllm_config: VllmConfig) -> str:
     speculative = head_of(vllm_config)
     if speculative is None:
         return ""
-    model = vllm_config.model_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
     head_ranks = speculative.draft_parallel_config.tensor_parallel_size
     drafting = speculative.draft_model_config
@@ -33,7 +32,6 @@ def why_no_head(vllm_config: VllmConfig) -> str:
     reasons = {
         "several MTP modules": speculative.use_multi_module_mtp(),
         "Gemma 4's, which reads the target's KV cache": speculative.use_gemma4_mtp(),
-        "a multi-modal model": model.is_multimodal_model,
         "a multi-modal draft model": of_its_own and drafting.is_multimodal_model,
         "a draft model with recurrent states": of_its_own and drafting.has_inner_state,
         '"use_heterogeneous_vocab"': speculative.use_heterogeneous_vocab,

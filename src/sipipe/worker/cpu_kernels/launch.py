@@ -72,7 +72,7 @@ def topk_log_softmax(
         topk_ids_ptr: [n, at least topk], tokens.
     """
     logits = logits_ptr[:, :vocab_size].float()
-    chosen = logits.gather(-1, topk_ids_ptr[:, :topk])
+    chosen = _logits_of(logits, topk_ids_ptr[:, :topk])
     torch.sub(chosen, logits.logsumexp(-1, keepdim=True), out=output_ptr)
 
 
@@ -82,7 +82,14 @@ def ranks(
     """Write into ``output_ptr`` [n] how many logits of each row, of ``logits_ptr`` [n, at least
     vocab_size], are at least that of its token in ``token_ids_ptr`` [n]."""
     logits = logits_ptr[:, :vocab_size]
-    torch.sum(logits >= logits.gather(-1, token_ids_ptr.view(-1, 1)), -1, out=output_ptr)
+    torch.sum(logits >= _logits_of(logits, token_ids_ptr.view(-1, 1)), -1, out=output_ptr)
+
+
+def _logits_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of ``tokens`` [n, k] in ``logits`` [n, V]. What stands for an image in a prompt may be no
+    token of the vocabulary, and is as unlikely as can be."""
+    outside = tokens >= logits.shape[-1]
+    return logits.gather(-1, tokens.masked_fill(outside, 0)).masked_fill(outside, -torch.inf)
 
 
 def apply_prompt_embeds(

@@ -280,6 +280,8 @@ class Head:
     """vLLM's speculator with its attention set, on batches that are made here.
 
     It reads each token that the target has together with the one behind it, in the target's places.
+    Of images and the like it reads the tokens that stand for them, as with vLLM's own stages: only the
+    first stage has what the encoder has made of them.
     """
 
     def __init__(self, speculator: Any, runner: Any) -> None:
@@ -288,6 +290,7 @@ class Head:
         device = runner.device
         self.steps = int(speculator.num_speculative_steps)
         """Drafts of a request at most, k."""
+        self._last_token = int(speculator.vocab_size) - 1
         self._tables = BlockTablesOfBatch(
             runner.block_tables.block_sizes, int(runner.max_num_tokens), device
         )
@@ -322,7 +325,9 @@ class Head:
         """
         speculator = self._speculator
         count = batch.num_reqs
-        self._following[:count] = following
+        # What stands for an image may be no token of the text's vocabulary.
+        batch.input_ids.clamp_(0, self._last_token)
+        self._following[:count] = following.clamp(0, self._last_token)
         self._tables.hold(batch, steps)
         longest = int(batch.seq_lens_cpu_upper_bound.max())
         speculator.draft_max_seq_len = min(longest + max(steps, 1), speculator.max_model_len)
