@@ -5,7 +5,7 @@ BIN := .venv/bin
 CODE := src tests benchmarks scripts
 BENCHMARKS := $(filter-out ablation busy campaign catalogue harness in_turn delayed_cable emulate first_token measure openvino_alone paper pictures results sampling_cliffs shared_gpu side_by_side stage_recorders stock_trace turns,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) emulation)
 # Those that want a model or a GPU, or have no quick form, are run by name.
-QUICK := $(filter-out one_gpu peers prefill smollm2_logits speculation,$(BENCHMARKS))
+QUICK := $(filter-out one_gpu peers prefill scheduler_rows smollm2_logits speculation,$(BENCHMARKS))
 
 # Three processes, as tests often wait; those that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 3 --dist loadscope

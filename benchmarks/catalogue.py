@@ -92,8 +92,9 @@ CAMPAIGN_OF = (
         ("scheduling-summary", "scheduling-prompts", "scheduling-beside", "scheduling-seeds"),
         8,
     ),
-    Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 8),
+    Benchmark("emulation", "emulation", ("emulation", "emulation-device"), 12),
     Benchmark("planner", "planner", ("planner-findings", "planner-published"), 1),
+    Benchmark("scheduler-rows", "scheduler_rows", ("scheduler-rows",), 2),
 )
 """What README quotes comes first, so that a campaign that is stopped has it."""
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.emulation [--quick] [--tokens 60] [--only TEXT]
 
-An engine a row of :data:`PIPELINES` (eight minutes in all), with as many microbatches in flight as may
+An engine a row of :data:`PIPELINES` (twelve minutes in all), with as many microbatches in flight as may
 be: a dense model and a sparse one in 2, 4 and 8 stages; in 4 with tokens drawn on the last stage's
 device; one sampler for all parameters. Where two cores cannot drive stages of 7 ms, in
 slow motion: the devices take N times as long, everything else what it takes. What SiPipe costs on
@@ -28,14 +28,14 @@ from sipipe.errors import SiPipeError
 
 SPARSE, DENSE = "deepseek-v2.5-8xh100", "llama-70b-8xh100"
 PIPELINES = (
-    (f"{SPARSE} --pp 4", "128,512"),
-    (f"{DENSE} --pp 4 --slow-motion 2", "128,512"),
-    (f"{SPARSE} --pp 8", "128,512"),
+    (f"{SPARSE} --pp 4 --slow-motion 2", "128,512"),
+    (f"{DENSE} --pp 4 --slow-motion 3", "128,512"),
+    (f"{SPARSE} --pp 8 --slow-motion 4", "128,512"),
     (f"{DENSE} --pp 8 --slow-motion 4", "128,512"),
     (f"{SPARSE} --pp 2", "128,512"),
     (f"{DENSE} --pp 2 --slow-motion 2", "128,512"),
-    (f"{DENSE} --pp 4 --slow-motion 2 --draws device", "128,512"),
-    (f"{SPARSE} --pp 4 --sampling all --samplers 1", "512"),
+    (f"{DENSE} --pp 4 --slow-motion 3 --draws device", "128,512"),
+    (f"{SPARSE} --pp 4 --slow-motion 2 --sampling all --samplers 1", "512"),
 )
 """Profile with options, and requests at once: each number is a load of the same engine."""
 PROMPT = 32
