@@ -9,6 +9,9 @@ stage with both cores (``stock-one``, ``sipipe-one``). All servers of a round ar
 load in turn (:mod:`benchmarks.side_by_side`); the next round starts them in the other order, with
 other prompts. A ratio is of answers that were given side by side.
 
+``sipipe-one-chunks``, which is measured where ``--rows`` names it, does not cut chunks for the sake of
+sequences that decode (settings by goal, docs/configuration.md).
+
 ``--int8``: rows of SiPipe also with the same model in 8 bits (:mod:`benchmarks.make_model.int8`).
 
 The noise is that of a set-up against itself: the largest of its answers to a load, by rounds and
@@ -41,9 +44,12 @@ ROWS = {
     "stock-one": ["stock", "-pp", "1"],
     "sipipe-one": ["-pp", "1"],
 }
+CHUNKS = '{"sipipe": {"microbatches": {"tpot_target_ms": 1000000}}}'
+ONLY_NAMED = {"sipipe-one-chunks": ["--additional-config", CHUNKS, "-pp", "1"]}
+"""Rows that are measured where ``--rows`` names them."""
 INT8 = "-int8"
 """Ends the name of a row whose server has the model in 8 bits."""
-STAGES = {name: options[-1] for name, options in ROWS.items()}
+STAGES = {name: options[-1] for name, options in (ROWS | ONLY_NAMED).items()}
 STOCK = [name for name in ROWS if name.startswith("stock")]
 SHORT = "--random-input-len 16 --random-output-len 32"
 CHAT = "--random-input-len 400 --random-output-len 200 --random-range-ratio 0.5"
@@ -78,7 +84,7 @@ def main() -> None:
         help="the first also with few requests; the last arrives",
     )
     add("--requests", type=int, default=64, help="at most so many at once (default: 64)")
-    add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS | ONLY_NAMED)}")
     add("--int8", default="", metavar="DIRECTORY", help="the model in 8 bits, for rows of SiPipe")
     add("--engines", type=int, default=3, help="of each row (default: 3)")
     add("--no-rates", action="store_true", help="no open arrivals")
@@ -129,7 +135,7 @@ def server(model: str, row: str, int8: str = "") -> dict[str, Any]:
     served = int8 if row.endswith(INT8) else model
     words = [served, "--served-model-name", model, "--max-model-len", "2048"]
     words += ["--dtype", served_dtype()]
-    return server_job(words, ROWS[row.removesuffix(INT8)])
+    return server_job(words, (ROWS | ONLY_NAMED)[row.removesuffix(INT8)])
 
 
 def loads_of(args: argparse.Namespace) -> list[Load]:

@@ -208,7 +208,7 @@ def top_once(server, capsys, *more):
 
 def test_top_once(server, capsys):
     out = top_once(server, capsys)
-    for text in ("tiny-llama", "running 12", "in flight 0/3", "sampler", "device"):
+    for text in ("tiny-llama", "TTFT - ms", "running 12", "in flight 0/3", "sampler", "device"):
         assert text in out
 
 

@@ -151,7 +151,8 @@ def _head(figures: dict[str, Any]) -> Text:
         ("SiPipe ", "bold"), f"{name if len(name) < 50 else '…' + name[-49:]} (pid {figures['pid']})\n",
         (f"{figures['tokens_per_s']:,.0f} tokens/s", "bold green"),
         f"   {figures['iterations_per_s']:,.1f} iterations/s"
-        f"   TTFT {figures['ttft_ms']:,.0f} ms   TPOT {figures['tpot_ms']:,.1f} ms\n"
+        # 0: no token came since the poll before, and there is no time to show.
+        f"   TTFT {_number(figures['ttft_ms'], 0)} ms   TPOT {_number(figures['tpot_ms'], 1)} ms\n"
         f"in flight {figures['inflight']}/{figures['limit']}   running {figures['running']}"
         f"   waiting {figures['waiting']}   restarts {figures['restarts']}",
         f"\ndrafts {figures['drafts']:.1f} a pass   {figures['accepted']:.0%} accepted"
@@ -159,6 +160,11 @@ def _head(figures: dict[str, Any]) -> Text:
         if figures["drafts"]
         else "",
     )  # fmt: skip
+
+
+def _number(value: float, digits: int) -> str:
+    """``value`` with so many digits behind the point; a dash where it is 0."""
+    return f"{value:,.{digits}f}" if value else "-"
 
 
 def _stages_table(figures: dict[str, Any]) -> Table:
