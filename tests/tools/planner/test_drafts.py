@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.tools.planner.planned import make_cluster, make_plan
 
 from sipipe.cli import main
-from sipipe.engine.layers.cut import cut_layers
+from sipipe.engine.layers.cut import Drafting, cut_layers
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.placement import kv_bytes, place, weight_bytes
@@ -73,7 +73,7 @@ def test_the_head_is_counted_in_the_cut():
     degrees = len(found.layers), 8 // len(found.layers)
     assert len(found.layers) > 1
     assert found.layers == cut_layers(
-        LLAMA, *degrees, kv_loss=0.1, memory=memory, drafts=found.drafts
+        LLAMA, *degrees, kv_loss=0.1, memory=memory, drafting=Drafting(drafts=found.drafts)
     )
     assert found.layers[-1] < max(found.layers)
 

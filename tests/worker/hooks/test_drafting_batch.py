@@ -1,5 +1,6 @@
 """Drafts that vLLM's sampler verifies on the last stage's device."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,12 +117,13 @@ class Speculator:
         return torch.ones(batch.num_reqs, num_speculative_tokens, dtype=torch.int64)
 
 
-def runner():
+def runner(*, sees=False):
     states = SimpleNamespace(
         req_id_to_index={"a": 2, "b": 0, "c": 1}, draft_tokens=torch.full((4, MOST), 7)
     )
     return SimpleNamespace(
         device=torch.device("cpu"),
+        model_config=SimpleNamespace(is_multimodal_model=sees),
         req_states=states,
         sampler=None,
         speculator=None,
@@ -162,6 +164,34 @@ def test_a_head_that_fails_proposes_nothing_and_ends_nothing(monkeypatch, error)
     copied = SimpleNamespace(synchronize=lambda: None)
     found = CopiedDrafts(["a", "b"], drafts.numpy(), copied).read()
     assert found == {"a": [] if error else [1] * MOST, "b": [] if error else [1] * MOST}
+
+
+@dataclass
+class Batch:
+    num_reqs: int
+    input_ids: torch.Tensor
+
+
+class SeeingSpeculator:
+    """Answers with the tokens that it reads."""
+
+    num_speculative_steps = MOST
+    vocab_size = 10
+
+    def propose(self, input_batch, next_prefill_tokens, *, num_speculative_tokens):
+        return torch.cat((input_batch.input_ids, next_prefill_tokens[0]))
+
+
+def test_what_stands_for_an_image_is_read_as_a_token_of_the_vocabulary(monkeypatch):
+    """A row of the head's embedding that is not there would end the engine on a GPU."""
+    monkeypatch.setattr(module, "DraftCopies", lambda _: None)
+    made = runner(sees=True)
+    DraftingBatch(made, SeeingSpeculator(), reports=True, stall_timeout=1.0)
+    batch = Batch(2, torch.tensor([3, 10, 9, 5_000]))
+    following = torch.tensor([[10, 1, -1]])
+    read = made.speculator.propose(batch, following, num_speculative_tokens=MOST)
+    assert read.tolist() == [3, 9, 9, 9, 9, 1, 0]
+    assert batch.input_ids.tolist() == [3, 10, 9, 5_000], "the target's own"
 
 
 def test_a_runner_is_held_back_until_it_is_known_who_draws():

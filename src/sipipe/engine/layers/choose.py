@@ -6,7 +6,7 @@ in its own environment, so that nothing is left in the process that holds the en
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -16,7 +16,9 @@ from vllm.platforms import current_platform
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.bonds import Bond, boundaries, broken
 from sipipe.engine.layers.cut import (
+    NO_DRAFTING,
     Cut,
+    Drafting,
     cut_layers,
     kv_lost,
     layer_split,
@@ -138,7 +140,7 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
         device=device_kind(),
         kv_loss=kv_loss,
         memory=_memory(vllm_config),
-        **_drafting(vllm_config),
+        drafting=_drafting(vllm_config),
     )
 
 
@@ -161,25 +163,19 @@ def cut_for_times(
         device=device_kind(),
         kv_loss=kv_loss,
         memory=_memory(vllm_config),
+        drafting=_drafting(vllm_config),
     )
 
 
-class _Drafting(TypedDict):
-    """Drafts and who makes them, as :func:`.cut_layers` takes them."""
-
-    drafts: int
-    draft_model: ModelFacts | None
-
-
-def _drafting(vllm_config: VllmConfig) -> _Drafting:
-    """Drafts that the last stage makes of each request in a pass, 0 without a head there."""
+def _drafting(vllm_config: VllmConfig) -> Drafting:
+    """Who makes drafts on the last stage."""
     speculative = head_of(vllm_config)
     if speculative is None:
-        return _Drafting(drafts=0, draft_model=None)
+        return NO_DRAFTING
     model = None
     if speculative.uses_draft_model():
         model = facts_of(speculative.draft_model_config)
-    return _Drafting(drafts=int(speculative.num_speculative_tokens), draft_model=model)
+    return Drafting(drafts=int(speculative.num_speculative_tokens), model=model)
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
@@ -212,9 +208,10 @@ def describe_layers(
     facts = decoder.facts
     tp = vllm_config.parallel_config.tensor_parallel_size
     memory = _memory(vllm_config)
+    drafting = _drafting(vllm_config)
 
     def cost(cut: tuple[int, ...]) -> str:
-        lost = kv_lost(facts, cut, tp, memory) if facts is not None else 0.0
+        lost = kv_lost(facts, cut, tp, memory, drafting) if facts is not None else 0.0
         return f"{lost:.0%} of the KV cache's tokens" if lost > 0 else "no KV cache"
 
     def text(cut: tuple[int, ...]) -> str:
@@ -226,8 +223,7 @@ def describe_layers(
     if free and facts is not None:
         best = _cut(vllm_config, facts, 1.0)
         if best != layers:
-            drafting = _drafting(vllm_config)
-            gain = speed_up(facts, layers, best, tp, device=device_kind(), **drafting)
+            gain = speed_up(facts, layers, best, tp, device=device_kind(), drafting=drafting)
             remarks.append(
                 f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
                 f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'

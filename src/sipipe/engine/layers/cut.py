@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from sipipe.engine.layers.bonds import boundaries
@@ -40,6 +41,41 @@ _WORTH_IT = 0.05
 the most room for KV cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """Who makes drafts on the last stage, behind the model's layers."""
+
+    drafts: int = 0
+    """Drafts of each request in a pass, at most; 0: nobody makes any."""
+    model: ModelFacts | None = None
+    """Sizes of the model that makes them; None: a head does, which is one layer like the target's last."""
+
+    def kept_layers(self, facts: ModelFacts) -> float:
+        """Its KV cache, in layers of the target, of which ``facts`` are the sizes."""
+        if not self.drafts:
+            return 0.0
+        if self.model is None:
+            return 1.0
+        elements = self.model.layers * self.model.attention.kv_elements
+        return elements / facts.attention.kv_elements
+
+    def weights(self, facts: ModelFacts) -> float:
+        """Bytes of its weights. A head has the target's embedding and output projection."""
+        if not self.drafts:
+            return 0.0
+        if self.model is None:
+            return facts.layer_parameters(facts.layers - 1) * facts.weight_bytes
+        layers = sum(map(self.model.layer_parameters, range(self.model.layers)))
+        ends = 1 if self.model.tied_embeddings else 2
+        return (
+            layers * self.model.weight_bytes
+            + ends * self.model.embedding_parameters * self.model.activation_bytes
+        )
+
+
+NO_DRAFTING = Drafting()
+
+
 def cut_layers(
     facts: ModelFacts,
     p: int,
@@ -48,8 +84,7 @@ def cut_layers(
     device: Device = "gpu",
     kv_loss: float = 1.0,
     memory: float = math.inf,
-    drafts: int = 0,
-    draft_model: ModelFacts | None = None,
+    drafting: Drafting = NO_DRAFTING,
 ) -> Cut:
     """Cut the layers so that the slowest stage is as quick as possible. The even cut stays where that
     is not at least 5 % quicker. Layers that have to be on one stage stay together; the even cut is then
@@ -62,18 +97,19 @@ def cut_layers(
         device: the kind of device, which decides what a layer costs beside its weights.
         kv_loss: part of the tokens of the even cut's KV cache that the cut may cost, at most.
         memory: bytes of a rank for weights and KV cache, as :func:`kv_lost` takes them.
-        drafts: drafts that a head on the last stage makes of each request in a pass. Where no cut that
-            counts the head pays, the cut is the one without: with many requests few drafts are made.
-        draft_model: sizes of the model that makes them; None: a head of one layer makes them.
+        drafting: who makes drafts on the last stage. Where no cut that counts their time pays, the cut is
+            the one without: with many requests few drafts are made.
     """
-    costs, projection = _costs(facts, t, device, drafts, draft_model)
     even = nearest_even(facts.layers, p, boundaries(facts.bonds, facts.layers))
-    otherwise = even
-    if drafts:
-        otherwise = cut_layers(facts, p, t, device=device, kv_loss=kv_loss, memory=memory)
-    best = _quickest(facts, costs, [1.0] * p, projection, t=t, kv_loss=kv_loss, memory=memory)
-    quicker = speed_up(facts, even, best, t, device=device, drafts=drafts, draft_model=draft_model)
-    return best if pays(quicker) else otherwise
+    equal = [1.0] * p
+    limits = _Limits(facts=facts, t=t, kv_loss=kv_loss, memory=memory, drafting=drafting)
+    # Without drafts, its weights and KV cache are there all the same.
+    for busy in dict.fromkeys((drafting, NO_DRAFTING)):
+        costs, projection = _costs(facts, t, device, busy)
+        best = _quickest(limits, costs, equal, projection)
+        if pays(speed_up(facts, even, best, t, device=device, drafting=busy)):
+            return best
+    return even
 
 
 def measured_cut(
@@ -86,6 +122,7 @@ def measured_cut(
     device: Device = "gpu",
     kv_loss: float = 1.0,
     memory: float = math.inf,
+    drafting: Drafting = NO_DRAFTING,
 ) -> tuple[Cut, float]:
     """Cut the layers as it would have been best for what stages have worked on. A layer that moves takes
     as much longer or shorter as its new stage takes for its own.
@@ -96,13 +133,15 @@ def measured_cut(
         seconds: seconds that each stage took for its layers, above 0.
         behind: seconds that the last stage took for what is behind them, such as the output projection.
         t, device, kv_loss, memory: as in :func:`cut_layers`.
+        drafting: who makes drafts on the last stage; its time is in ``behind``.
 
     Returns the cut, which is ``layers`` where no other is quicker, and the time of the slowest stage with
     ``layers``, as a multiple of that with the cut.
     """
     costs, _ = _costs(facts, t, device)
     rates = [took / cost for took, cost in zip(seconds, _stage_costs(costs, layers), strict=True)]
-    best = _quickest(facts, costs, rates, behind, t=t, kv_loss=kv_loss, memory=memory)
+    limits = _Limits(facts=facts, t=t, kv_loss=kv_loss, memory=memory, drafting=drafting)
+    best = _quickest(limits, costs, rates, behind)
     before = _slowest(costs, rates, behind, layers)
     after = _slowest(costs, rates, behind, best)
     return (best, before / after) if after < before else (layers, 1.0)
@@ -113,12 +152,18 @@ def pays(quicker: float) -> bool:
     return quicker * (1 - _WORTH_IT) > 1
 
 
-def kv_lost(facts: ModelFacts, layers: Cut, t: int = 1, memory: float = math.inf) -> float:
+def kv_lost(
+    facts: ModelFacts,
+    layers: Cut,
+    t: int = 1,
+    memory: float = math.inf,
+    drafting: Drafting = NO_DRAFTING,
+) -> float:
     """Part of the tokens of an even cut's KV cache for which ``layers`` leave no room. ``memory`` is the
     number of bytes of a rank for weights and cache. With an infinite one, as on CPUs, all stages'
     caches have as many bytes."""
-    even = _tokens(facts, layer_split(facts.layers, len(layers)), t, memory)
-    return 1 - _tokens(facts, layers, t, memory) / even if even > 0 else 0.0
+    even = _tokens(facts, layer_split(facts.layers, len(layers)), t, memory, drafting)
+    return 1 - _tokens(facts, layers, t, memory, drafting) / even if even > 0 else 0.0
 
 
 def speed_up(
@@ -128,12 +173,11 @@ def speed_up(
     t: int = 1,
     *,
     device: Device = "gpu",
-    drafts: int = 0,
-    draft_model: ModelFacts | None = None,
+    drafting: Drafting = NO_DRAFTING,
 ) -> float:
     """Time of the slowest stage with layers ``before``, as a multiple of that with ``after``;
-    ``drafts`` and ``draft_model`` as in :func:`cut_layers`."""
-    costs, projection = _costs(facts, t, device, drafts, draft_model)
+    ``drafting`` as in :func:`cut_layers`."""
+    costs, projection = _costs(facts, t, device, drafting)
     equal = [1.0] * len(before)
     slowest = _slowest(costs, equal, projection, before)
     return slowest / _slowest(costs, equal, projection, after)
@@ -146,16 +190,20 @@ def _slowest(costs: list[float], rates: Sequence[float], projection: float, laye
     return max(*stages, stages[-1] + projection)
 
 
-def _tokens(facts: ModelFacts, layers: Cut, t: int, memory: float) -> float:
+def _tokens(
+    facts: ModelFacts, layers: Cut, t: int, memory: float, drafting: Drafting = NO_DRAFTING
+) -> float:
     """Tokens of the stage whose KV cache holds the fewest, in any unit; 0 if its weights do not fit."""
+    kept = [*layers[:-1], layers[-1] + drafting.kept_layers(facts)]
     if memory == math.inf:
-        return 1 / max(layers)
+        return 1 / max(kept)
     sizes = [float(facts.layer_parameters(n)) * facts.weight_bytes for n in range(facts.layers)]
     weights = _stage_costs(sizes, layers)
     for stage in {0, len(layers) - 1}:
         weights[stage] += facts.embedding_parameters * facts.activation_bytes
+    weights[-1] += drafting.weights(facts)
     tokens = [
-        (memory - size / t) / count for count, size in zip(layers, weights, strict=True) if count
+        (memory - size / t) / count for count, size in zip(kept, weights, strict=True) if count
     ]
     return max(0.0, min(tokens))
 
@@ -215,20 +263,16 @@ def fill(times: Sequence[float], projections: Sequence[float]) -> tuple[tuple[fl
 
 
 def _costs(
-    facts: ModelFacts,
-    t: int,
-    device: Device,
-    drafts: int = 0,
-    draft_model: ModelFacts | None = None,
+    facts: ModelFacts, t: int, device: Device, drafting: Drafting = NO_DRAFTING
 ) -> tuple[list[float], float]:
     """Costs of each layer, and of what is behind the last one, for a rank, in bytes of weights. Behind it
     are the projection and, for each draft, the draft model or a head: one layer like the last, and the
     projection again."""
     costs, projection = _model_costs(facts, t, device)
     step = costs[-1] + projection
-    if draft_model is not None:
-        step = sum(*_model_costs(draft_model, t, device))
-    return costs, (projection + drafts * step) * _DECODE_SHARE
+    if drafting.model is not None:
+        step = sum(*_model_costs(drafting.model, t, device))
+    return costs, (projection + drafting.drafts * step) * _DECODE_SHARE
 
 
 def _model_costs(facts: ModelFacts, t: int, device: Device) -> tuple[list[float], float]:
@@ -253,28 +297,36 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
     return parameters * facts.weight_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """What a cut has to leave room for; its fields as in :func:`cut_layers`."""
+
+    facts: ModelFacts
+    t: int
+    kv_loss: float
+    memory: float
+    drafting: Drafting
+
+    def tokens(self, layers: Cut) -> float:
+        """As :func:`_tokens`."""
+        return _tokens(self.facts, layers, self.t, self.memory, self.drafting)
+
+
 def _quickest(
-    facts: ModelFacts,
-    costs: list[float],
-    rates: Sequence[float],
-    projection: float,
-    *,
-    t: int,
-    kv_loss: float,
-    memory: float,
+    limits: _Limits, costs: list[float], rates: Sequence[float], projection: float
 ) -> Cut:
     """The cut whose slowest stage is the quickest, of those that cost at most ``kv_loss`` of the even cut's
-    KV cache; the even one where there is none. ``rates`` as in :func:`_slowest`, the others as in
-    :func:`cut_layers`."""
+    KV cache; the even one where there is none. ``rates`` as in :func:`_slowest`."""
+    facts = limits.facts
     starts = boundaries(facts.bonds, facts.layers)
     even = nearest_even(facts.layers, len(rates), starts)
-    least = (1 - kv_loss) * _tokens(facts, even, t, memory)
+    least = (1 - limits.kv_loss) * limits.tokens(even)
     most = facts.layers
     while most > max(even):
         best = _shortest(costs, rates, projection, most, starts)
         if not best:
             break
-        if _tokens(facts, best, t, memory) >= least:
+        if limits.tokens(best) >= least:
             return best
         # It costs too much of the KV cache. The stage with the most layers has the fewest tokens.
         most = max(best) - 1

@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.cut import cut_layers
+from sipipe.engine.layers.cut import Drafting, cut_layers
 from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import Placement, place
@@ -94,5 +94,5 @@ def _layers(
         device=device.kind,
         kv_loss=SiPipeConfig().kv_loss,
         memory=math.inf if device.kind == "cpu" else usable,
-        drafts=drafts,
+        drafting=Drafting(drafts=drafts),
     )

@@ -18,6 +18,7 @@ Who runs here: the device thread; the publisher's thread in :meth:`CopiedDrafts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +72,8 @@ class DraftingBatch(WholeBatch):
         self._proposing = BestEffort("drafts of a head", bounded=False)
         self._compare = compare
         self._propose = speculator.propose
+        if runner.model_config.is_multimodal_model:
+            self._propose = of_known_tokens(speculator.propose, int(speculator.vocab_size))
         speculator.propose = self._try_to_propose
         runner.rejection_sampler = StrictVerifier(runner.sampler, most=self._steps)
         runner.draft_tokens_handler = self._copies
@@ -111,6 +114,22 @@ class DraftingBatch(WholeBatch):
         result = super().finish(worker, inputs, output)
         self._launched.drafts = self._copies.take()
         return result
+
+
+def of_known_tokens(propose: Callable[..., Any], vocabulary: int) -> Callable[..., Any]:
+    """``propose`` of vLLM's speculator for a target that sees. What stands for an image in the prompt may
+    be no token of the text's ``vocabulary``, and is given to the head as its last one."""
+    signature = inspect.signature(propose)
+
+    def proposing(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        batch = given["input_batch"]
+        known = batch.input_ids.clamp(0, vocabulary - 1)
+        given["input_batch"] = replace(batch, input_ids=known)
+        given["next_prefill_tokens"] = given["next_prefill_tokens"].clamp(0, vocabulary - 1)
+        return propose(**given)
+
+    return proposing
 
 
 def let_speculate(runner: Any, speculator: Any) -> None:
