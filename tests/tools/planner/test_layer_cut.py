@@ -88,15 +88,17 @@ def test_a_draft_model_takes_as_many_layers_as_it_is_large():
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3.1-8b", "llama-3.1-70b"])
 @pytest.mark.parametrize("allowed", [0.0, 0.1, 0.2])
-def test_where_no_cut_pays_for_a_head_it_is_as_without(name, allowed):
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_where_no_cut_pays_for_a_head_it_is_as_without(name, allowed, device):
     """Beside so large a head an even cut is hardly slower: but with many requests it makes no drafts."""
     facts = load_model(name)
     drafting = Drafting(drafts=3)
-    plain = cut_layers(facts, 2, device="cpu", kv_loss=allowed)
-    cut = cut_layers(facts, 2, device="cpu", kv_loss=allowed, drafting=drafting)
-    with_drafts = speed_up(facts, plain, cut, device="cpu", drafting=drafting)
-    assert with_drafts > 1 or speed_up(facts, plain, cut, device="cpu") >= 1
-    if name == "qwen2.5-0.5b":
+    plain = cut_layers(facts, 2, device=device, kv_loss=allowed)
+    cut = cut_layers(facts, 2, device=device, kv_loss=allowed, drafting=drafting)
+    with_drafts = speed_up(facts, plain, cut, device=device, drafting=drafting)
+    without = speed_up(facts, plain, cut, device=device)
+    assert without >= 1 or (device == "gpu" and with_drafts > 1)
+    if (name, device) == ("qwen2.5-0.5b", "cpu"):
         assert cut != layer_split(facts.layers, 2), "its head's cache leaves room for a layer"
 
 

@@ -267,12 +267,16 @@ def _costs(
 ) -> tuple[list[float], float]:
     """Costs of each layer, and of what is behind the last one, for a rank, in bytes of weights. Behind it
     are the projection and, for each draft, the draft model or a head: one layer like the last, and the
-    projection again."""
+    projection again.
+
+    Not on CPUs. A row of drafts costs there nearly what another sequence does, so that drafts are seldom
+    worth it but with a request or two, and the stages would be uneven for all others."""
     costs, projection = _model_costs(facts, t, device)
+    drafts = drafting.drafts if device == "gpu" else 0
     step = costs[-1] + projection
     if drafting.model is not None:
         step = sum(*_model_costs(drafting.model, t, device))
-    return costs, (projection + drafting.drafts * step) * _DECODE_SHARE
+    return costs, (projection + drafts * step) * _DECODE_SHARE
 
 
 def _model_costs(facts: ModelFacts, t: int, device: Device) -> tuple[list[float], float]:
