@@ -168,7 +168,7 @@ def cut_for_times(
 
 
 def _drafting(vllm_config: VllmConfig) -> Drafting:
-    """Who makes drafts on the last stage."""
+    """Return who makes drafts on the last stage."""
     speculative = head_of(vllm_config)
     if speculative is None:
         return NO_DRAFTING

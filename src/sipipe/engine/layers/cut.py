@@ -43,7 +43,7 @@ the most room for KV cache."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """Who makes drafts on the last stage, behind the model's layers."""
+    """Maker of drafts on the last stage, behind the model's layers."""
 
     drafts: int = 0
     """Drafts of each request in a pass, at most; 0: nobody makes any."""
@@ -194,16 +194,16 @@ def _tokens(
     facts: ModelFacts, layers: Cut, t: int, memory: float, drafting: Drafting = NO_DRAFTING
 ) -> float:
     """Tokens of the stage whose KV cache holds the fewest, in any unit; 0 if its weights do not fit."""
-    kept = [*layers[:-1], layers[-1] + drafting.kept_layers(facts)]
+    caches = [*layers[:-1], layers[-1] + drafting.kept_layers(facts)]
     if memory == math.inf:
-        return 1 / max(kept)
+        return 1 / max(caches)
     sizes = [float(facts.layer_parameters(n)) * facts.weight_bytes for n in range(facts.layers)]
     weights = _stage_costs(sizes, layers)
     for stage in {0, len(layers) - 1}:
         weights[stage] += facts.embedding_parameters * facts.activation_bytes
     weights[-1] += drafting.weights(facts)
     tokens = [
-        (memory - size / t) / count for count, size in zip(kept, weights, strict=True) if count
+        (memory - size / t) / count for count, size in zip(caches, weights, strict=True) if count
     ]
     return max(0.0, min(tokens))
 
@@ -303,7 +303,7 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """What a cut has to leave room for; its fields as in :func:`cut_layers`."""
+    """Limits of a cut, by the room that it leaves; fields as in :func:`cut_layers`."""
 
     facts: ModelFacts
     t: int
@@ -312,7 +312,7 @@ class _Limits:
     drafting: Drafting
 
     def tokens(self, layers: Cut) -> float:
-        """As :func:`_tokens`."""
+        """Return what :func:`_tokens` does."""
         return _tokens(self.facts, layers, self.t, self.memory, self.drafting)
 
 

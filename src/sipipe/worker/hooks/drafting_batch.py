@@ -122,12 +122,13 @@ def of_known_tokens(propose: Callable[..., Any], vocabulary: int) -> Callable[..
     signature = inspect.signature(propose)
 
     def proposing(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        batch = given["input_batch"]
-        known = batch.input_ids.clamp(0, vocabulary - 1)
-        given["input_batch"] = replace(batch, input_ids=known)
-        given["next_prefill_tokens"] = given["next_prefill_tokens"].clamp(0, vocabulary - 1)
-        return propose(**given)
+        arguments = signature.bind(*args, **kwargs).arguments
+        batch = arguments["input_batch"]
+        following = arguments["next_prefill_tokens"]
+        tokens = batch.input_ids.clamp(0, vocabulary - 1)
+        arguments["input_batch"] = replace(batch, input_ids=tokens)
+        arguments["next_prefill_tokens"] = following.clamp(0, vocabulary - 1)
+        return propose(**arguments)
 
     return proposing
 
