@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.emulation.profile import Curve, Profile, StageProfile
-from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
+from sipipe.engine.layers.cut import Drafting, cut_layers, layer_split, share_projection
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
@@ -75,7 +75,7 @@ def emulation(
             "emulate: --vocabulary shared is for several stages on one host, of 8 devices at most"
         )
     t = count // pp
-    best = cut_layers(facts, pp, t, drafts=drafts)
+    best = cut_layers(facts, pp, t, drafting=Drafting(drafts=drafts))
     heads = int(drafts > 0)
     cut = cut or (layer_split(facts.layers, pp) if shared else best)
     if len(cut) != pp or sum(cut) != facts.layers:
