@@ -4,6 +4,8 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from sipipe.environment import check_environment
@@ -13,6 +15,10 @@ SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases that SiPipe is tested with; the first has run on a GPU. Minor versions of vLLM change what a plugin stands on."""
 
 IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that are built for one build of torch. vLLM's CPU build asks for them, and pip may find only
+those for CUDA: nothing of vLLM can be imported beside them. It works without."""
 
 HOW_TO_INSTALL = (
     f"pip install vllm=={SUPPORTED_VLLM[0]} (CUDA), or `make setup` in SiPipe's repository (CPU)"
@@ -44,6 +50,26 @@ def installed_vllm() -> InstalledVllm | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """While active, vLLM is imported. Raises ResourceError: it cannot be, beside :data:`COMPANIONS` of
+    another torch."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if reason := of_companions(str(error)):
+            raise ResourceError(f"vLLM cannot be imported: {reason}") from None
+        raise
+
+
+def of_companions(error: str) -> str:
+    """What to do about ``error``, where it names one of :data:`COMPANIONS`; else nothing."""
+    named = next((name for name in COMPANIONS if name in error), "")
+    if not named:
+        return ""
+    return f"this {named} is not for this torch: pip uninstall {' '.join(COMPANIONS)}"
 
 
 def require_vllm() -> None:

@@ -30,7 +30,13 @@ from sipipe.cores import MOST_PLANNED, cpus_of, format_cpus, plan_cores, quota, 
 from sipipe.ipc.memory import free_bytes
 from sipipe.linux import pidfd_open
 from sipipe.tools.planner.models import load_model
-from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, installed_vllm
+from sipipe.versions import (
+    HOW_TO_INSTALL,
+    SUPPORTED_VLLM,
+    InstalledVllm,
+    installed_vllm,
+    of_companions,
+)
 
 MOST_WORKERS = 8
 """Workers on one core beyond which no plan is shown."""
@@ -135,8 +141,8 @@ def _import_vllm() -> Finding:
     if done.returncode == 0:
         return Finding("import", "ok", "vLLM and SiPipe's executor import")
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    if "torchvision" in done.stderr:
-        reason += " (a torchvision for CUDA beside a torch for CPU: pip uninstall torchvision)"
+    if remedy := of_companions(done.stderr):
+        reason += f" ({remedy})"
     return Finding("import", "error", reason)
 
 

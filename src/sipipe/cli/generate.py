@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sipipe.cli.parser import Parser, at_least, checked, make_parser, parse_engine_command
 from sipipe.errors import ConfigError, tell
-from sipipe.versions import require_vllm
+from sipipe.versions import explained, require_vllm
 
 if TYPE_CHECKING:
     from sipipe.engine.start.generate import Completion, Event
@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     require_vllm()
-    from sipipe.engine.start.generate import generate
+    with explained():
+        from sipipe.engine.start.generate import generate
 
     parameters = {name: getattr(args, name) for name in SAMPLING}
     completed = generate(

@@ -29,6 +29,7 @@ from sipipe.errors import EngineDiedError, SiPipeError, tell
 from sipipe.ipc.lost_exit import ask_again_for_lost_exits
 from sipipe.ipc.parent import end_group_with
 from sipipe.start_log import shorten
+from sipipe.versions import explained
 
 
 def main() -> int:
@@ -44,7 +45,7 @@ def main() -> int:
     # again: a quarter of the time that importing takes. Frozen, they are shared with forked processes.
     gc.disable()
     try:
-        with importing(*arguments):
+        with importing(*arguments), explained():
             from sipipe.engine.start.launch import serve
 
         gc.freeze()
