@@ -65,7 +65,7 @@ def explained() -> Iterator[None]:
 
 
 def of_companions(error: str) -> str:
-    """What to do about ``error``, where it names one of :data:`COMPANIONS`; else nothing."""
+    """Return what to do about ``error``, where it names one of :data:`COMPANIONS`; else nothing."""
     named = next((name for name in COMPANIONS if name in error), "")
     if not named:
         return ""
